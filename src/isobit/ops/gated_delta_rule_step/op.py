@@ -1,0 +1,244 @@
+"""Decoding for gated delta-rule attention (Qwen3-Next, Qwen3.5), with the bits of the forward in chunks.
+
+A head has a state S [K, V]. The recurrence updates it with every token:
+
+    S = exp(g) S + beta k^T (v - k exp(g) S),        o = scale q S
+
+Training does this in chunks of 64 tokens, with other roundings. Here a token is a row of its chunk: with S the
+state at the chunk's start, G the sum of g from there, and rows j <= t of the chunk,
+
+    A[t, j] = beta_t (k_t k_j) exp(G_t - G_j)        j < t
+    T[t]    = e_t - sum_j A[t, j] T[j]               row t of (I + A)^-1
+    v_new_t = sum_j T[t, j] beta_j v_j  -  (sum_j T[t, j] beta_j exp(G_j) k_j) S
+    o_t     = scale (exp(G_t) q_t S  +  sum_j (q_t k_j) exp(G_t - G_j) v_new_j)
+
+Rows j < t are read from the state (`DeltaState`), and S is only read. When the first row of the next chunk
+arrives, S becomes exp(G_63) S + sum_j exp(G_63 - G_j) k_j^T v_new_j.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.frame.composed import composed
+from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
+from isobit.frame.device import arch_key, triton_cannot_run
+from isobit.frame.op import op
+from isobit.numerics import Numerics
+from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
+
+GDR_1 = Numerics(
+    "gdr/1",
+    "The gated delta rule in chunks of 64 rows from the sequence's own first token: gates summed one after"
+    " another in fp32, products chains of 16, the rows of the inverse by fused multiply-adds in ascending"
+    " order. Training, prefill and decoding have the same bits.",
+    "NVIDIA Hopper (sm_90), each Triton version for itself",
+)
+GDR_1_CPU = Numerics(
+    "gdr/1/cpu",
+    "The order of gdr/1 on a CPU: a step of a chain adds 16 products in ascending order in fp32 and then the"
+    " sum to the accumulator; `exp2` is numpy's.",
+    "any CPU, each numpy version for itself",
+)
+
+
+@composed(
+    "gated_delta_rule_step",
+    why="its state is an object that is written into, which a graph cannot hold",
+)
+def declared() -> Half[Tensor, "B T HV V in q"]:
+    """out."""
+
+
+@declared.public
+def gated_delta_rule_step(
+    state: DeltaState,
+    q: Half[Tensor, "B T H K"],
+    k: Half[Tensor, "B T H K"],
+    v: Half[Tensor, "B T HV V"],
+    g: Single[Tensor, "B T HV; any strides"] | None = None,
+    beta: Single[Tensor, "B T HV; any strides"] | None = None,
+    *,
+    slots: Int[Tensor, "B; any strides"] | None = None,
+    lengths: Int[Tensor, "B; any strides"] | None = None,
+    scale: float | None = None,
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The next tokens of sequences, with the bits that a forward over all their tokens gives.
+
+    Sequences may be at different places, and may get different numbers of tokens. A prompt may be split
+    anywhere. Nothing waits for the device, and a call can be captured into a CUDA graph and replayed.
+
+    Args:
+        state: the state of the layer. The call adds rows to it.
+        q, k: [B, T, H, K] in bf16 or fp16, the dtype of the state. T is the number of new tokens, 1 for plain
+            decoding. More than 64 are processed 64 at a time.
+        v: [B, T, HV, V], of the same dtype. HV is a multiple of H: groups of value heads share q and k.
+        g: [B, T, HV] in bf16, fp16 or fp32: the natural logarithm of the gate, not cumulative. None is 0.
+        beta: [B, T, HV], of any of these dtypes; None is 1.
+        slots: [B] int32 or int64: the slot of each sequence. None is 0, 1, ..., B - 1. A number outside the
+            state, -1 for example, makes the call skip this sequence: its output is 0. No number may occur
+            twice.
+        lengths: [B] int32 or int64: how many of the T tokens are there; the others are not read, and their
+            outputs are 0. None is T for all.
+        scale: factor on q; None is K ** -0.5.
+        validate: check slots and lengths on a GPU too (a host sync). None checks on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no
+            access is out of bounds.
+        numerics: the numerics class that the result must have, on a Hopper GPU "gdr/1". It is an error if no
+            backend can keep it.
+        backend: force "triton" or "model" (CPU); None takes the first that can serve.
+
+    Returns:
+        out [B, T, HV, V], of the dtype of q. No gradient goes through it.
+
+    Example:
+        >>> import torch, isobit
+        >>> state = isobit.DeltaState(4, heads=1, value_heads=2, K=64, V=64)
+        >>> q, k = (torch.randn(1, 5, 1, 64).bfloat16() for _ in range(2))
+        >>> v, g, beta = torch.randn(1, 5, 2, 64).bfloat16(), -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
+        >>> slots = torch.tensor([3])
+        >>> prompt = isobit.gated_delta_rule_step(state, q, k, v, g, beta, slots=slots)
+        >>> one_by_one = isobit.DeltaState(1, heads=1, value_heads=2, K=64, V=64)
+        >>> for t in range(5):
+        ...     now = (x[:, t : t + 1] for x in (q, k, v, g, beta))
+        ...     assert torch.equal(isobit.gated_delta_rule_step(one_by_one, *now), prompt[:, t : t + 1])
+    """
+    given: dict[str, Any] = {
+        "state": state, "q": q, "k": k, "v": v, "g": g, "beta": beta, "slots": slots, "lengths": lengths,
+        "scale": scale, "validate": validate, "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    served = declared.serve(given)
+    args = served.args
+    del args["state"]
+    if scale is None:
+        args["scale"] = q.shape[-1] ** -0.5
+    args |= state.tensors()
+    T = q.shape[1]
+    if T <= CHUNK:
+        return _rows(args, served.backend)
+    pieces = [_rows(_piece(args, first), served.backend) for first in range(0, T, CHUNK)]
+    return torch.cat(pieces, 1)
+
+
+def _rows(args: dict[str, Any], backend: str) -> Tensor:
+    out: Tensor = rows(**args, backend=backend)
+    return out
+
+
+def _piece(args: dict[str, Any], first: int) -> dict[str, Any]:
+    """The call for the 64 tokens from `first` on."""
+    here = {n: None if args[n] is None else args[n][:, first : first + CHUNK] for n in _BY_TOKEN}
+    lengths = args["lengths"]
+    return args | here | {"lengths": None if lengths is None else lengths - first}
+
+
+_BY_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+@op("gated_delta_rule_step_rows", like=[p for p in declared.params(*_BY_TOKEN, "slots", "lengths")])
+def rows(
+    scale: float,
+    start: F32[Tensor, "N P HV K V; written"],
+    start16: Half[Tensor, "N P HV K V; written"],
+    k_rows: Half[Tensor, "N P H 64 K; written"],
+    bv_rows: Half[Tensor, "N P HV 64 V; written"],
+    vn_rows: Half[Tensor, "N P HV 64 V; written"],
+    inverse: F32[Tensor, "N P HV 64 64; written"],
+    beta_rows: F32[Tensor, "N P HV 64; written"],
+    gate_rows: F32[Tensor, "N P HV 64; written"],
+    place: Int[Tensor, "N 4; written"],
+) -> Half[Tensor, "B T HV V in q"]:
+    """out, for at most 64 tokens; the other tensors are those of a `DeltaState`."""
+
+
+# Rules that annotations cannot express
+
+
+def _state(contract: Contract, args: dict[str, Any]) -> None:
+    state, q, v = args["state"], args["q"], args["v"]
+    if not isinstance(state, DeltaState):
+        raise contract.error("state", state, "must be an isobit.DeltaState")
+    for name, t in (("q", q), ("k", args["k"]), ("v", v)):
+        if t.dtype != state.dtype:
+            raise contract.error(name, t, f"dtype must be that of the state, {dtype_name(state.dtype)}")
+    if q.device != state.device and q.device.type != "meta":
+        raise contract.error("q", q, f"is on {q.device} but the state is on {state.device}")
+    if tuple(q.shape[2:]) != (state.heads, state.K):
+        raise contract.error("q", q, f"[H, K] must be those of the state, [{state.heads}, {state.K}]")
+    if tuple(v.shape[2:]) != (state.value_heads, state.V):
+        raise contract.error("v", v, f"[HV, V] must be those of the state, [{state.value_heads}, {state.V}]")
+    B = q.shape[0]
+    if args["slots"] is None and B > state.slots:
+        raise contract.error("q", q, f"B={B} sequences, but the state has {state.slots} slots")
+
+
+def _scale(contract: Contract, args: dict[str, Any]) -> None:
+    if args["scale"] is not None and not -1e38 <= args["scale"] <= 1e38:  # kernels take it in fp32
+        raise contract.error("scale", args["scale"], "must be a finite number, -1e38 to 1e38")
+
+
+def _no_gradient(contract: Contract, args: dict[str, Any]) -> None:
+    for name in _BY_TOKEN:
+        if torch.is_grad_enabled() and args[name] is not None and args[name].requires_grad:
+            rule = "no gradient goes through decoding: call it under torch.no_grad(), or detach() this"
+            raise contract.error(name, args[name], rule)
+
+
+def _integers(contract: Contract, args: dict[str, Any]) -> None:
+    """No slot twice, and lengths from 0 to T."""
+    slots, lengths, T = args["slots"], args["lengths"], args["q"].shape[1]
+    if slots is not None:
+        named = [s for s in slots.tolist() if 0 <= s < args["state"].slots]
+        if len(set(named)) < len(named):
+            twice = next(s for s in named if named.count(s) > 1)
+            raise contract.error("slots", slots, f"slot {twice} occurs twice: a sequence has one state")
+    if lengths is not None:
+        for b, n in enumerate(lengths.tolist()):
+            if not 0 <= n <= T:
+                raise contract.error("lengths", lengths, f"must be from 0 to T={T}; sequence {b} has {n}")
+
+
+def _few(contract: Contract, args: dict[str, Any]) -> None:
+    if args["q"].shape[1] > CHUNK:
+        raise contract.error("q", args["q"], f"at most {CHUNK} tokens")
+
+
+declared.rule(_state, _scale, _no_gradient)
+declared.value_rule(_integers)
+rows.rule(_few)
+
+
+# Backends, fastest first. There is no plain PyTorch one: what a state holds belongs to the class.
+
+
+def _of_this_hardware(device: torch.device) -> str:
+    """The class of a `tl.dot` chain. On other GPUs than Hopper a step is whatever the hardware does, so the
+    class carries its name. The interpreter uses the steps of the model."""
+    if device.type in ("cpu", "meta"):
+        return str(GDR_1_CPU)
+    arch = arch_key(device)
+    return str(GDR_1) if arch == "sm_90" else f"{GDR_1}/{arch}"
+
+
+def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
+    if args["q"].device.type == "cpu":
+        return None
+    return "it computes on the CPU, thousands of times slower: select it by name to compare"
+
+
+rows.backend(
+    "triton",
+    run="kernels_triton:rows",
+    numerics=_of_this_hardware,
+    cannot_run=triton_cannot_run,
+    interpreted=True,
+    launches=True,
+)
+rows.backend("model", run="model:rows", numerics=str(GDR_1_CPU), not_by_default=_not_on_the_cpu)
+rows.not_differentiable("isobit.gated_delta_rule_step has no gradient: call it under torch.no_grad().")
+declared.like(rows, {})
