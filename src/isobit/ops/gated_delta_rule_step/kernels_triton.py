@@ -216,11 +216,8 @@ def new_rows(
     g2 += tl.load(gates + (b * T + token) * HV + hv, mask=fresh, other=0.0)
     g2 = g2 * _LOG2E
     betas = tl.load(beta_rows + at_rows + j, mask=cached, other=0.0)
-    if beta is not None:
-        own = tl.load(beta + b * beta_sb + token * beta_st + hv * beta_sh, mask=fresh, other=0.0)
-        betas = tl.where(fresh, own.to(tl.float32), betas)
-    else:
-        betas = tl.where(fresh, 1.0, betas)
+    own = tl.load(beta + b * beta_sb + token * beta_st + hv * beta_sh, mask=fresh, other=0.0)
+    betas = tl.where(fresh, own.to(tl.float32), betas)
     at_k = k + b * k_sb + h * k_sh
     keys = tl.load(
         k_rows + ((half * H + h) * CHUNK + j)[:, None] * K + d[None, :], mask=cached[:, None], other=0.0
@@ -236,17 +233,16 @@ def new_rows(
         row = rows + done + i_tile
         its = tl.where(live, first + done + i_tile, 0).to(tl.int64)
         k_t = tl.load(at_k + (its * k_st)[:, None] + d[None, :], mask=live[:, None], other=0.0)
-        q_t = tl.load(q + b * q_sb + h * q_sh + (its * q_st)[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        q_t = tl.load(
+            q + b * q_sb + h * q_sh + (its * q_st)[:, None] + d[None, :], mask=live[:, None], other=0.0
+        )
         g2_t = tl.load(gates + (b * T + its) * HV + hv, mask=live, other=0.0) * _LOG2E
-        beta_t = tl.full([TILE], 1.0, tl.float32)
-        if beta is not None:
-            beta_t = tl.load(beta + b * beta_sb + its * beta_st + hv * beta_sh, mask=live, other=0.0)
-            beta_t = beta_t.to(tl.float32)
+        beta_t = tl.load(beta + b * beta_sb + its * beta_st + hv * beta_sh, mask=live, other=0.0)
         decay = tl.exp2(g2_t[:, None] - g2[None, :])
         zeros = tl.zeros([TILE, CHUNK], tl.float32)
         kk = product(k_t, tl.trans(keys), zeros)
         below = (j[None, :] < row[:, None]) & live[:, None]
-        a = tl.where(below, kk * (beta_t[:, None] * decay), 0.0)
+        a = tl.where(below, kk * (beta_t.to(tl.float32)[:, None] * decay), 0.0)
         tl.store(scratch + i_tile[:, None] * CHUNK + j[None, :], -a)
         tl.debug_barrier()
         for i in range(few):
@@ -258,7 +254,7 @@ def new_rows(
                     factor = tl.load(scratch + i * CHUNK + of)
                     above = tl.load(columns + of * CHUNK, mask=(j >= 0) & (of < t), other=0.0)
                     acc = fma(tl.zeros([CHUNK], tl.float32) + factor, above, acc)
-            tl.store(columns + t * CHUNK, acc)
+            tl.store(columns + t * CHUNK, tl.where(j <= t, acc, 0.0))
             tl.debug_barrier()
         at_t = (at_rows + row)[:, None] * CHUNK + j[None, :]
         upto = (j[None, :] <= row[:, None]) & live[:, None]
@@ -305,14 +301,11 @@ def values_kernel(
         token = tl.where(fresh, first + j - rows, 0).to(tl.int64)
         at_v = (at_rows + j)[:, None] * V + e[None, :]
         bv = tl.load(bv_rows + at_v, mask=cached[:, None], other=0.0)
-        betas = tl.full([CHUNK], 1.0, tl.float32)
-        if beta is not None:
-            betas = tl.load(beta + b * beta_sb + token * beta_st + hv * beta_sh, mask=fresh, other=0.0)
-            betas = betas.to(tl.float32)
+        betas = tl.load(beta + b * beta_sb + token * beta_st + hv * beta_sh, mask=fresh, other=0.0)
         new_v = tl.load(
             v + b * v_sb + hv * v_sh + (token * v_st)[:, None] + e[None, :], mask=fresh[:, None], other=0.0
         )
-        new_bv = narrow(betas[:, None] * new_v.to(tl.float32), bv_rows)
+        new_bv = narrow(betas.to(tl.float32)[:, None] * new_v.to(tl.float32), bv_rows)
         bv = tl.where(fresh[:, None], new_bv, bv)
         tl.store(bv_rows + at_v, new_bv, mask=fresh[:, None])
         for done in range(0, count, TILE):
@@ -349,15 +342,15 @@ def values_kernel(
             its = tl.where(keep, first + j, 0).to(tl.int64)
             if hv % (HV // H) == 0:
                 given = tl.load(
-                    k + b * k_sb + h * k_sh + (its * k_st)[:, None] + d[None, :], mask=keep[:, None], other=0.0
+                    k + b * k_sb + h * k_sh + (its * k_st)[:, None] + d[None, :],
+                    mask=keep[:, None],
+                    other=0.0,
                 )
                 to = ((half * H + h) * CHUNK + rows + j)[:, None] * K + d[None, :]
                 tl.store(k_rows + to, given, mask=keep[:, None])
             sums = tl.load(gates + (b * T + its) * HV + hv, mask=keep, other=0.0)
             tl.store(gate_rows + at_rows + rows + j, sums, mask=keep)
-            factors = tl.full([CHUNK], 1.0, tl.float32)
-            if beta is not None:
-                factors = tl.load(beta + b * beta_sb + its * beta_st + hv * beta_sh, mask=keep, other=0.0)
+            factors = tl.load(beta + b * beta_sb + its * beta_st + hv * beta_sh, mask=keep, other=0.0)
             tl.store(beta_rows + at_rows + rows + j, factors.to(tl.float32), mask=keep)
             if hv == 0:
                 tl.store(place + slot * 4, rows + count)

@@ -1,167 +1,132 @@
-"""The arithmetic of decoding in `gdr/1` in numpy, row by row. Kernels are compared with it, and it is the
-backend for CPU tensors.
+"""Decoding in `gdr/1` in numpy, row by row: the backend for CPU tensors, which kernels are compared with.
 
-What one operation of the device does is a parameter, as in the model of the whole chunk. This one computes a
-row from the rows before it and shares no code with that: a proof compares the two.
+Operations, roundings and rows of the inverse are those of the model of `gated_delta_rule`. That one computes
+whole chunks. A row here uses the stored rows before it, as the kernels do; a law compares the two.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isobit.kernels.host.temperature import LOG2E
-from isobit.ops.attention.model import fused
-from isobit.ops.gated_delta_rule_step.state import CHUNK, CHUNKS, OLDEST, ROWS, SEEDED
+from isobit.ops.gated_delta_rule.model import CPU, Array, Arithmetic, closed, inverse_row, l2norm, rounded
+from isobit.ops.gated_delta_rule_step.state import CHUNK, CHUNKS, OLDEST, ROWS, SEEDED, TENSORS
 
-Array = np.ndarray
 F32 = np.float32
-GROUP = 16
 
 
-class Arithmetic(NamedTuple):
-    """The operations of a device, on fp32 arrays; all but the last dimensions of a product may be batched."""
+class Slot:
+    """One slot: its present chunk as fp32 arrays, all heads at once. Rows are kept as they come, and written
+    into the state by `store`."""
 
-    #: (left [..., m, k], right [..., k, n], acc [..., m, n], dtype of factors) -> acc after steps over k.
-    product: Callable[[Array, Array, Array, torch.dtype], Array]
-    fma: Callable[[Array, Any, Array], Array]
-    exp2: Callable[[Array], Array]
+    def __init__(self, state: dict[str, Tensor], slot: int) -> None:
+        self.state, self.slot, self.dtype = state, slot, state["start16"].dtype
+        self.halves, self.HV, self.K, self.V = state["start"].shape[1:]
+        self.group = self.HV // state["k_rows"].shape[2]
+        self.place = state["place"][slot].tolist()
+        self.rows = self.saved = min(max(self.place[ROWS], 0), CHUNK)
+        self._load()
 
+    def _of(self, name: str) -> Tensor:
+        return self.state[name][self.slot, self.place[CHUNKS] & (self.halves - 1)]
 
-def _product(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array:
-    """Each step sums 16 products in ascending order, then adds the sum to the accumulator. No result is
-    -0."""
-    acc = acc.copy()
-    for first in range(0, left.shape[-1], GROUP):
-        step = left[..., first, None] * right[..., first, None, :]
-        for i in range(first + 1, min(first + GROUP, left.shape[-1])):
-            step = step + left[..., i, None] * right[..., i, None, :]
-        acc += step + F32(0.0)
-    return acc
+    def _load(self) -> None:
+        t = self.rows
 
+        def some(name: str, *columns: int) -> Array:
+            own = self._of(name)
+            result = np.zeros((own.shape[0], CHUNK, *columns), F32)
+            result[:, :t] = own[:, :t].float().numpy()
+            return result
 
-CPU = Arithmetic(_product, fused, np.exp2)
+        self.k, self.bv, self.vn = some("k_rows", self.K), some("bv_rows", self.V), some("vn_rows", self.V)
+        self.beta, self.gate, self.T = some("beta_rows"), some("gate_rows"), some("inverse", CHUNK)
+        held = self.place[CHUNKS] != 0 or self.place[SEEDED] != 0
+        shape = (self.HV, self.K, self.V)
+        self.S = self._of("start").float().numpy() if held else np.zeros(shape, F32)
+        self.S16 = self._of("start16").float().numpy() if held else np.zeros(shape, F32)
 
+    def store(self) -> None:
+        """Write the new rows."""
+        new = slice(self.saved, self.rows)
+        for name, rows in (("k_rows", self.k), ("bv_rows", self.bv), ("vn_rows", self.vn),
+                           ("beta_rows", self.beta), ("gate_rows", self.gate), ("inverse", self.T)):  # fmt: skip
+            own = self._of(name)
+            own[:, new] = torch.from_numpy(np.ascontiguousarray(rows[:, new])).to(own.dtype)
+        self.place[ROWS] = self.saved = self.rows
+        self.state["place"][self.slot] = torch.tensor(self.place, dtype=torch.int32)
 
-class Chunk:
-    """The present chunk of one slot, all heads at once, in fp32 arrays that hold numbers of the dtype."""
+    def close(self, do: Arithmetic) -> None:
+        """Begin the next chunk: the state at its start, from all rows of this one."""
+        self.store()
+        k = np.repeat(self.k, self.group, 0)
+        S = torch.from_numpy(closed(k, self.vn, self.gate * F32(LOG2E), self.S, do, self.dtype))
+        chunks = self.place[CHUNKS]
+        self.place[CHUNKS], self.place[OLDEST] = chunks + 1, chunks + 2 - self.halves
+        self._of("start").copy_(S)
+        self._of("start16").copy_(S.to(self.dtype))
+        self.rows = self.saved = 0
+        self._load()
 
-    def __init__(self, args: dict[str, Any], slot: int) -> None:
-        self.args, self.slot = args, slot
-        self.load()
+    def add(self, q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float, do: Arithmetic) -> Array:
+        """The output of one more row, [HV, V]: q and k are [H, K], v [HV, V], g and beta [HV]."""
+        t, dtype = self.rows, self.dtype
+        upto = slice(t + 1)
+        self.k[:, t], self.beta[:, t] = k, beta
+        self.bv[:, t] = rounded(beta[:, None] * v, dtype)
+        self.gate[:, t] = g if t == 0 else self.gate[:, t - 1] + g
+        keys, g2 = np.repeat(self.k[:, upto], self.group, 0), self.gate[:, upto] * F32(LOG2E)
+        q, k = (np.repeat(x, self.group, 0)[:, None] for x in (q, k))
+        by_keys, decay = keys.swapaxes(-1, -2), do.exp2(g2[:, -1:] - g2)
 
-    def load(self) -> None:
-        place = self.args["place"][self.slot]
-        self.rows = min(max(int(place[ROWS]), 0), CHUNK)
-        self.chunks = int(place[CHUNKS])
-        half = self.chunks & (self.args["start"].shape[1] - 1)
-        self.of = {
-            name: self.args[name][self.slot, half]
-            for name in (
-                "start", "start16", "k_rows", "bv_rows", "vn_rows", "inverse", "beta_rows", "gate_rows",
-            )
-        }  # fmt: skip
-        self.empty = self.chunks == 0 and int(place[SEEDED]) == 0
+        def times(left: Array, right: Array, acc: Array | None = None) -> Array:
+            """[HV, 1, columns]."""
+            begin = np.zeros((self.HV, 1, right.shape[-1]), F32) if acc is None else acc
+            return do.product(left, right, begin, dtype)
 
-    def array(self, name: str, rows: int | None = None) -> Array:
-        """Its first rows, or the state."""
-        t = self.of[name]
-        if rows is None:
-            return _array(torch.zeros_like(t) if self.empty else t)
-        return _array(t[:, :rows])
+        A = times(k, by_keys)[:, 0, :t] * (beta[:, None] * decay[:, :t])
+        self.T[:, t] = inverse_row(A, self.T[:, :t], t, do)
+        Tb = rounded(self.T[:, t, None, upto], dtype)
+        bk = rounded(keys * (self.beta[:, upto] * do.exp2(g2))[..., None], dtype)
+        u, w = (rounded(times(Tb, x), dtype) for x in (self.bv[:, upto], bk))
+        self.vn[:, t] = rounded(u - times(w, self.S16), dtype)[:, 0]
+        p = rounded(times(q, by_keys) * decay[:, None], dtype)
+        acc = times(q, self.S16) * do.exp2(g2[:, -1])[:, None, None]
+        self.rows = t + 1
+        return rounded(times(p, self.vn[:, upto], acc)[:, 0] * F32(scale), dtype)
 
 
 def _array(t: Tensor) -> Array:
-    return t.detach().float().cpu().numpy().copy()
+    return t.detach().float().numpy()
 
 
-def _rounded(x: Array, dtype: torch.dtype) -> Array:
-    return torch.from_numpy(np.ascontiguousarray(x)).to(dtype).float().numpy()
-
-
-def close(chunk: Chunk, do: Arithmetic) -> None:
-    """The state of the next chunk's start, from all 64 rows of this one."""
-    args, dtype = chunk.args, chunk.of["start16"].dtype
-    group = args["start"].shape[2] // args["k_rows"].shape[2]
-    g2 = chunk.array("gate_rows", CHUNK) * F32(LOG2E)
-    last = g2[:, -1:]
-    decayed = _rounded(chunk.array("vn_rows", CHUNK) * do.exp2(last - g2)[..., None], dtype)
-    k = np.repeat(chunk.array("k_rows", CHUNK), group, 0)
-    begun = chunk.array("start") * do.exp2(last)[..., None]
-    S = torch.from_numpy(do.product(k.swapaxes(-1, -2), decayed, begun, dtype))
-    place = args["place"][chunk.slot]
-    place[ROWS] = 0
-    place[CHUNKS] = chunk.chunks + 1
-    place[OLDEST] = chunk.chunks if args["start"].shape[1] == 2 else chunk.chunks + 1
-    chunk.load()
-    chunk.of["start"].copy_(S)
-    chunk.of["start16"].copy_(S.to(dtype))
-
-
-def one_row(chunk: Chunk, new: dict[str, Array], scale: float, do: Arithmetic) -> Array:
-    """The output of one new row [HV, V]; what later rows need of it is stored."""
-    args, dtype, t = chunk.args, chunk.of["start16"].dtype, chunk.rows
-    HV, K, V = chunk.of["start"].shape
-    group = HV // args["k_rows"].shape[2]
-    beta = new["beta"]
-    gate = new["g"] if t == 0 else chunk.array("gate_rows", t)[:, -1] + new["g"]
-    chunk.of["k_rows"][:, t] = torch.from_numpy(new["k"]).to(dtype)
-    chunk.of["beta_rows"][:, t] = torch.from_numpy(beta)
-    chunk.of["gate_rows"][:, t] = torch.from_numpy(gate)
-    bv = _rounded(beta[:, None] * new["v"], dtype)
-    chunk.of["bv_rows"][:, t] = torch.from_numpy(bv).to(dtype)
-    k = np.repeat(chunk.array("k_rows", t + 1), group, 0)  # [HV, t + 1, K]
-    g2 = chunk.array("gate_rows", t + 1) * F32(LOG2E)
-    decay = do.exp2(g2[:, -1:] - g2)
-    q, k_t = (np.repeat(x, group, 0)[:, None] for x in (new["q"], new["k"]))
-    zeros = np.zeros((HV, 1, t + 1), F32)
-    kk = do.product(k_t, k.swapaxes(-1, -2), zeros, dtype)[:, 0]
-    A = kk * (beta[:, None] * decay)
-    T = np.zeros((HV, CHUNK), F32)
-    T[:, t] = 1.0
-    inverse = chunk.array("inverse", t)
-    for j in range(t):
-        T = do.fma(-A[:, j, None], inverse[:, j], T)
-    chunk.of["inverse"][:, t] = torch.from_numpy(T)
-    Tb = _rounded(T[:, None, : t + 1], dtype)
-    bk = _rounded(k * (chunk.array("beta_rows", t + 1) * do.exp2(g2))[..., None], dtype)
-    u = _rounded(do.product(Tb, chunk.array("bv_rows", t + 1), np.zeros((HV, 1, V), F32), dtype), dtype)
-    w = _rounded(do.product(Tb, bk, np.zeros((HV, 1, K), F32), dtype), dtype)
-    S = chunk.array("start16")
-    vn = _rounded(u - do.product(w, S, np.zeros((HV, 1, V), F32), dtype), dtype)
-    chunk.of["vn_rows"][:, t] = torch.from_numpy(vn[:, 0]).to(dtype)
-    P = _rounded(do.product(q, k.swapaxes(-1, -2), zeros, dtype) * decay[:, None], dtype)
-    out = do.product(q, S, np.zeros((HV, 1, V), F32), dtype) * do.exp2(g2[:, -1])[:, None, None]
-    out = do.product(P, chunk.array("vn_rows", t + 1), out, dtype)
-    chunk.rows = args["place"][chunk.slot, ROWS] = t + 1
-    return _rounded(out[:, 0] * F32(scale), dtype)
-
-
+@np.errstate(invalid="ignore", over="ignore", under="ignore")
 def rows(do: Arithmetic = CPU, **given: Any) -> Tensor:
     """Backend: all new rows of all sequences, one after another."""
-    names = ("q", "k", "v", "g", "beta")
-    here = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in given.items()}
-    B, T, _, _ = here["q"].shape
-    HV, V = here["v"].shape[2:]
-    out = torch.zeros(B, T, HV, V, dtype=here["q"].dtype)
-    slots = range(B) if here["slots"] is None else here["slots"].tolist()
-    lengths = [T] * B if here["lengths"] is None else here["lengths"].tolist()
-    ones, zeros = np.ones(HV, F32), np.zeros(HV, F32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for b, slot in enumerate(slots):
-            if not 0 <= slot < len(here["place"]):
-                continue
-            chunk = Chunk(here, slot)
-            for t in range(min(max(lengths[b], 0), T)):
-                if chunk.rows == CHUNK:
-                    close(chunk, do)
-                new = {n: None if here[n] is None else _array(here[n][b, t]) for n in names}
-                new |= {"g": zeros if new["g"] is None else new["g"]}
-                new |= {"beta": ones if new["beta"] is None else new["beta"]}
-                out[b, t] = torch.from_numpy(one_row(chunk, new, here["scale"], do))  # type: ignore[arg-type]
-    for name, t in given.items():
-        if isinstance(t, Tensor) and t.device.type != "cpu" and name not in (*names, "slots", "lengths"):
-            t.copy_(here[name])
+    args = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in given.items()}
+    state = {name: args[name] for name in TENSORS}
+    B, T = args["q"].shape[:2]
+    out = torch.zeros(args["v"].shape, dtype=args["v"].dtype, device="cpu")
+    slots = range(B) if args["slots"] is None else args["slots"].tolist()
+    lengths = [T] * B if args["lengths"] is None else args["lengths"].tolist()
+    for b, number in enumerate(slots):
+        count = min(max(lengths[b], 0), T)
+        if not 0 <= number < len(state["place"]) or count == 0:
+            continue
+        slot = Slot(state, number)
+        q, k, v, beta = (_array(args[name][b]) for name in ("q", "k", "v", "beta"))
+        if args["use_qk_l2norm_in_kernel"]:
+            q, k = l2norm(q, out.dtype), l2norm(k, out.dtype)
+        g = np.zeros_like(beta) if args["g"] is None else _array(args["g"][b])
+        for t in range(count):
+            if slot.rows == CHUNK:
+                slot.close(do)
+            o = slot.add(q[t], k[t], v[t], g[t], beta[t], args["scale"], do)
+            out[b, t] = torch.from_numpy(o).to(out.dtype)
+        slot.store()
+    for name, t in state.items():
+        if given[name].device.type != "cpu":
+            given[name].copy_(t)
     return out.to(given["q"].device)

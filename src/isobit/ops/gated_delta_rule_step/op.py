@@ -16,7 +16,6 @@ Rows j < t are read from the state (`DeltaState`), and S is only read. When the 
 arrives, S becomes exp(G_63) S + sum_j exp(G_63 - G_j) k_j^T v_new_j.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,24 +23,11 @@ from torch import Tensor
 
 from isobit.frame.composed import composed
 from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
-from isobit.frame.device import arch_key, triton_cannot_run
+from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
+from isobit.ops.gated_delta_rule.op import CLASS, GDR_1_CPU, not_on_the_cpu
 from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
-
-GDR_1 = Numerics(
-    "gdr/1",
-    "The gated delta rule in chunks of 64 rows from the sequence's own first token: gates summed one after"
-    " another in fp32, products chains of 16, the rows of the inverse by fused multiply-adds in ascending"
-    " order. Training, prefill and decoding have the same bits.",
-    "NVIDIA Hopper (sm_90), each Triton version for itself",
-)
-GDR_1_CPU = Numerics(
-    "gdr/1/cpu",
-    "The order of gdr/1 on a CPU: a step of a chain adds 16 products in ascending order in fp32 and then the"
-    " sum to the accumulator; `exp2` is numpy's.",
-    "any CPU, each numpy version for itself",
-)
 
 
 @composed(
@@ -58,12 +44,13 @@ def gated_delta_rule_step(
     q: Half[Tensor, "B T H K"],
     k: Half[Tensor, "B T H K"],
     v: Half[Tensor, "B T HV V"],
-    g: Single[Tensor, "B T HV; any strides"] | None = None,
-    beta: Single[Tensor, "B T HV; any strides"] | None = None,
+    g: Single[Tensor, "B T HV; any strides"] | None,
+    beta: Single[Tensor, "B T HV; any strides"],
     *,
     slots: Int[Tensor, "B; any strides"] | None = None,
     lengths: Int[Tensor, "B; any strides"] | None = None,
     scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
     validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
@@ -78,14 +65,16 @@ def gated_delta_rule_step(
         q, k: [B, T, H, K] in bf16 or fp16, the dtype of the state. T is the number of new tokens, 1 for plain
             decoding. More than 64 are processed 64 at a time.
         v: [B, T, HV, V], of the same dtype. HV is a multiple of H: groups of value heads share q and k.
-        g: [B, T, HV] in bf16, fp16 or fp32: the natural logarithm of the gate, not cumulative. None is 0.
-        beta: [B, T, HV], of any of these dtypes; None is 1.
+        g: [B, T, HV] in bf16, fp16 or fp32: the natural logarithm of each token's decay, not summed; None is
+            no decay.
+        beta: [B, T, HV], of any of these dtypes.
         slots: [B] int32 or int64: the slot of each sequence. None is 0, 1, ..., B - 1. A number outside the
             state, -1 for example, makes the call skip this sequence: its output is 0. No number may occur
             twice.
         lengths: [B] int32 or int64: how many of the T tokens are there; the others are not read, and their
             outputs are 0. None is T for all.
-        scale: factor on q; None is K ** -0.5.
+        scale: factor on the output; None is K ** -0.5.
+        use_qk_l2norm_in_kernel: divide each row of q and k by its norm first, and round it to their dtype.
         validate: check slots and lengths on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no
             access is out of bounds.
@@ -110,7 +99,7 @@ def gated_delta_rule_step(
     """
     given: dict[str, Any] = {
         "state": state, "q": q, "k": k, "v": v, "g": g, "beta": beta, "slots": slots, "lengths": lengths,
-        "scale": scale, "validate": validate, "numerics": numerics, "backend": backend,
+        "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
     served = declared.serve(given)
     args = served.args
@@ -137,10 +126,10 @@ def _piece(args: dict[str, Any], first: int) -> dict[str, Any]:
     return args | here | {"lengths": None if lengths is None else lengths - first}
 
 
-_BY_TOKEN = ("q", "k", "v", "g", "beta")
+_BY_TOKEN, _L2NORM = ("q", "k", "v", "g", "beta"), "use_qk_l2norm_in_kernel"
 
 
-@op("gated_delta_rule_step_rows", like=[p for p in declared.params(*_BY_TOKEN, "slots", "lengths")])
+@op("gated_delta_rule_step_rows", like=declared.params(*_BY_TOKEN, "slots", "lengths", _L2NORM))
 def rows(
     scale: float,
     start: F32[Tensor, "N P HV K V; written"],
@@ -173,7 +162,7 @@ def _state(contract: Contract, args: dict[str, Any]) -> None:
     if tuple(v.shape[2:]) != (state.value_heads, state.V):
         raise contract.error("v", v, f"[HV, V] must be those of the state, [{state.value_heads}, {state.V}]")
     B = q.shape[0]
-    if args["slots"] is None and B > state.slots:
+    if args["slots"] is None and state.slots < B:
         raise contract.error("q", q, f"B={B} sequences, but the state has {state.slots} slots")
 
 
@@ -216,29 +205,14 @@ rows.rule(_few)
 # Backends, fastest first. There is no plain PyTorch one: what a state holds belongs to the class.
 
 
-def _of_this_hardware(device: torch.device) -> str:
-    """The class of a `tl.dot` chain. On other GPUs than Hopper a step is whatever the hardware does, so the
-    class carries its name. The interpreter uses the steps of the model."""
-    if device.type in ("cpu", "meta"):
-        return str(GDR_1_CPU)
-    arch = arch_key(device)
-    return str(GDR_1) if arch == "sm_90" else f"{GDR_1}/{arch}"
-
-
-def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
-    if args["q"].device.type == "cpu":
-        return None
-    return "it computes on the CPU, thousands of times slower: select it by name to compare"
-
-
 rows.backend(
     "triton",
     run="kernels_triton:rows",
-    numerics=_of_this_hardware,
+    numerics=CLASS,
     cannot_run=triton_cannot_run,
     interpreted=True,
     launches=True,
 )
-rows.backend("model", run="model:rows", numerics=str(GDR_1_CPU), not_by_default=_not_on_the_cpu)
+rows.backend("model", run="model:rows", numerics=str(GDR_1_CPU), not_by_default=not_on_the_cpu)
 rows.not_differentiable("isobit.gated_delta_rule_step has no gradient: call it under torch.no_grad().")
 declared.like(rows, {})
