@@ -115,7 +115,7 @@ class Prepared(NamedTuple):
 
 
 def gates(g: Array) -> Array:
-    """Step 1: g [..., R], natural logarithms of the decay of each token, summed one after another; in log2."""
+    """Step 1: g [..., R], the natural logarithms of decays, summed token by token; in log2."""
     total = g.astype(F32).copy()
     for i in range(1, g.shape[-1]):
         total[..., i] = total[..., i - 1] + total[..., i]
@@ -195,11 +195,14 @@ def output(
     return rounded(triangular(p, v_new, acc, do, dtype) * F32(scale), dtype)
 
 
-def closed(k: Array, v_new: Array, g2: Array, S: Array, do: Arithmetic, dtype: torch.dtype) -> Array:
-    """Step 7: the fp32 state after the last of these rows."""
+def closed(
+    k: Array, v_new: Array, g2: Array, S: Array, do: Arithmetic, dtype: torch.dtype, gk: Array | None = None
+) -> Array:
+    """Step 7: the fp32 state after the last of these rows. gk [..., K] is a gate of each feature besides."""
     last = g2[..., -1:]
     values = rounded(v_new * do.exp2(last - g2)[..., None], dtype)
-    return do.product(np.swapaxes(k, -1, -2), values, S * do.exp2(last)[..., None], dtype)
+    decay = do.exp2(last if gk is None else gk + last)[..., None]
+    return do.product(np.swapaxes(k, -1, -2), values, S * decay, dtype)
 
 
 class Chunk(NamedTuple):
@@ -215,8 +218,8 @@ def chunk(
     q: Array, k: Array, v: Array, beta: Array, g: Array | None, S: Array, scale: float,
     do: Arithmetic = CPU, dtype: torch.dtype = torch.bfloat16,
 ) -> Chunk:  # fmt: skip
-    """The rows of a chunk so far, q and k [..., R, K], v [..., R, V], beta and g [..., R], from the fp32 state
-    S [..., K, V] at its start."""
+    """The rows of a chunk so far, q and k [..., R, K], v [..., R, V], beta and g [..., R], from the fp32
+    state S [..., K, V] at its start."""
     ready = prepared(k, v, beta, g, do, dtype)
     v_new = new_values(ready.u, ready.w, S, do, dtype)
     o = output(q, k, v_new, ready.g2, S, scale, do, dtype)
@@ -316,3 +319,38 @@ def gated_delta_rule(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor, Tensor 
     if not args["output_final_state"]:
         return o.to(v.device), None
     return o.to(v.device), (final.mT.contiguous() if v_first else final).to(v.device)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def fwd_h(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(h, v_new, final_state) of `chunk_gated_delta_rule_fwd_h`."""
+    k, w, u, g, gk = (args[n] for n in ("k", "w", "u", "g", "gk"))
+    B, T, HV, V = u.shape
+    K, dtype = k.shape[-1], k.dtype
+    bounds, v_first = args["cu_seqlens"], args["state_v_first"]
+    chunks = -(-T // CHUNK) if bounds is None else len(args["chunk_indices"])
+    h = torch.zeros(B * chunks, HV, K, V, dtype=dtype, device="cpu")
+    v_new = torch.zeros(u.shape, dtype=dtype, device="cpu")
+    states = B if bounds is None else len(bounds) - 1
+    final, at = torch.zeros(states, HV, K, V, dtype=torch.float32, device="cpu"), 0
+    for place in places(B, T, bounds):
+        S = _state(args["initial_state"], place, (HV, K, V), v_first)
+        for first in range(place.tokens.start, place.tokens.stop, CHUNK):
+            here = Place(place.number, place.batch, slice(first, min(first + CHUNK, place.tokens.stop)))
+            own_k, own_w, own_u = (by_heads(t, here, HV) for t in (k, w, u))
+            if at < len(h):  # invalid bounds may name more chunks
+                h[at] = torch.from_numpy(S).to(dtype)
+            values = new_values(own_u, own_w, S, do, dtype)
+            v_new[here.batch, here.tokens] = torch.from_numpy(values).to(dtype).transpose(0, 1)
+            g2 = np.zeros(own_u.shape[:-1], F32) if g is None else by_heads(g, here, HV)
+            of_k = None if gk is None else array(gk[here.batch, here.tokens.stop - 1])
+            S, at = closed(own_k, values, g2, S, do, dtype, of_k), at + 1
+        final[place.number] = torch.from_numpy(np.ascontiguousarray(S))
+    h = h.unflatten(0, (B, chunks)) if B else h[None][:0]
+    if v_first:
+        h, final = h.mT.contiguous(), final.mT.contiguous()
+    return (
+        h.to(u.device),
+        v_new.to(u.device) if args["save_new_value"] else None,
+        final.to(u.device) if args["output_final_state"] else None,
+    )

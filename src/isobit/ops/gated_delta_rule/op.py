@@ -63,8 +63,7 @@ def _sizes(args: dict[str, Any]) -> dict[str, int]:
 
 
 def _flops(args: dict[str, Any]) -> int:
-    """Products k k, q k, T v, T k, w S, q S, p v_new and k v_new of each chunk; a row of the last chunk counts
-    as if it were whole."""
+    """Products k k, q k, T v, T k, w S, q S, p v_new and k v_new, as if all chunks were whole."""
     B, T, HV, V = args["v"].shape
     K = args["q"].shape[-1]
     return 2 * B * T * HV * (CHUNK * (3 * K + 2 * V) + 3 * K * V)
@@ -252,6 +251,10 @@ def not_on_the_cpu(args: dict[str, Any]) -> str | None:
 
 CLASS = partial(of_this_hardware, GDR_1, GDR_1_CPU)
 
+forward.backend(
+    "triton", run="kernels_triton:gated_delta_rule", numerics=CLASS, cannot_run=triton_cannot_run,
+    when="kernels_triton:why_not", interpreted=True, launches=True,
+)  # fmt: skip
 forward.backend(
     "model", run="model:gated_delta_rule", numerics=str(GDR_1_CPU), when="model:why_not",
     not_by_default=not_on_the_cpu,

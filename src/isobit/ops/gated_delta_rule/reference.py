@@ -1,5 +1,5 @@
-"""The recurrence in plain PyTorch, token by token: what the op means. It computes in fp32, or in fp64 for fp64
-inputs, and is differentiable.
+"""The recurrence in plain PyTorch, token by token: what the op means. It computes in fp32, or in fp64 for
+fp64 inputs, and is differentiable.
 
     S   = exp(g_t) S
     S   = S + k_t (beta_t (v_t - S^T k_t))^T
@@ -29,14 +29,14 @@ def formula(
     v, beta = v.to(wide), beta.to(wide)
     decay = torch.ones_like(beta) if g is None else g.to(wide).exp()
     if cu_seqlens is None:
-        o, states = recurrence(q, k, v, decay, beta, _first(initial_state, (B, HV, K, V), v, state_v_first))
+        o, states = recurrence(_first(initial_state, (B, HV, K, V), v, state_v_first), q, k, v, decay, beta)
     else:
         parts = []
         for place in places(B, T, cu_seqlens):
             n, here = place.number, place.tokens
             state = None if initial_state is None else initial_state[n : n + 1]
-            own = (t[:, here] for t in (q, k, v, decay, beta))
-            parts.append(recurrence(*own, _first(state, (1, HV, K, V), v, state_v_first)))
+            own = [t[:, here] for t in (q, k, v, decay, beta)]
+            parts.append(recurrence(_first(state, (1, HV, K, V), v, state_v_first), *own))
         o = torch.cat([v.new_zeros(1, 0, HV, V), *(p[0] for p in parts)], 1)
         states = torch.cat([v.new_zeros(0, HV, K, V), *(p[1] for p in parts)])
         o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))  # invalid bounds leave tokens out
@@ -50,7 +50,7 @@ def _first(state: Tensor | None, shape: tuple[int, ...], like: Tensor, v_first: 
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(o, the last state) of sequences of one length, [B, T, HV, ...], without the scale."""
     rows = []

@@ -6,10 +6,10 @@ rows_kernel     one program per sequence and value head: what does not depend on
 values_kernel   one program per sequence, value head and tile of V: u, v_new and out. S is read here, once,
                 in 16 bits.
 
-A call with more than one token launches them twice: for the rows up to the end of a sequence's chunk, and for
-those of its next chunk. Launches do not overlap, and within one nothing is written that another program reads:
-rows_kernel reads the cached rows of the chunk and writes T and scratch memory, values_kernel writes the rows.
-Counts are read by rows_kernel only, which leaves them in scratch memory, and written by values_kernel.
+A call with more than one token launches them twice: for the rows up to the end of a sequence's chunk, and
+for those of its next chunk. Within a launch nothing is written that another program reads: rows_kernel reads
+the cached rows of the chunk and writes T and scratch memory, values_kernel writes the rows. Counts are read by
+rows_kernel only, which leaves them in scratch memory, and written by values_kernel.
 
 Rows that do not exist, and k-groups of them, are zeros: a step of zeros leaves a chain as it is. So a row has
 the bits that it has in a whole chunk. A zero of T or P times an infinity would be NaN: if a later row of the
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.temperature import LOG2E
-from isobit.kernels.triton.interpreter import INTERPRETED, narrow, rounded
-from isobit.ops.attention.kernels_triton_softcap import fma
+from isobit.kernels.triton.chain import fma, product
+from isobit.kernels.triton.interpreter import narrow
+from isobit.ops.gated_delta_rule.kernels_triton import l2norm
 from isobit.ops.gated_delta_rule_step import state
 
 CHUNK = tl.constexpr(state.CHUNK)
@@ -39,9 +40,6 @@ TILE = tl.constexpr(16)
 #: Rows of T that are loaded at once.
 AHEAD = tl.constexpr(16)
 
-#: Products that are added to an accumulator in one matrix step.
-GROUP = 16
-
 _LOG2E = tl.constexpr(LOG2E)
 
 #: Fields of a sequence in scratch memory: slot or -1, its first new row, the half of the state, how many new
@@ -51,27 +49,6 @@ FIELDS = tl.constexpr(8)
 
 _STRIDES = [f"{name}_s{of}" for name in ("q", "k", "v", "g", "beta") for of in ("b", "t", "h")]
 _SIZES = ["slots", "lengths", "SLOTS", "T", *_STRIDES]
-
-
-if INTERPRETED.value:
-
-    def product(left, right, acc):
-        """In the interpreter, on its numpy arrays: the steps of the model."""
-        acc = acc + 0.0  # a copy
-        a, b, total = left.to(tl.float32).handle.data, right.to(tl.float32).handle.data, acc.handle.data
-        for first in range(0, a.shape[1], GROUP):
-            step = a[:, first, None] * b[first]
-            for i in range(first + 1, first + GROUP):
-                step += a[:, i, None] * b[i]
-            total += step + 0.0
-        return acc
-
-else:
-
-    @triton.jit
-    def product(left, right, acc):
-        """left [m, k] times right [k, n], added to acc by matrix steps over ascending k."""
-        return tl.dot(left, right, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -370,6 +347,8 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
     out = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)
     if B == 0 or T == 0:
         return out
+    if args["use_qk_l2norm_in_kernel"]:
+        q, k = l2norm(q, launch), l2norm(k, launch)
     # The counts of both pairs of launches: the second reads those of the first.
     counts = torch.empty((2, B, FIELDS.value), dtype=torch.int32, device=q.device)
     gates = torch.empty((B, T, HV), dtype=torch.float32, device=q.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.host.temperature import LOG2E
-from isobit.ops.gated_delta_rule.model import CPU, Array, Arithmetic, closed, inverse_row, l2norm, rounded
+from isobit.ops.gated_delta_rule.model import CPU, Arithmetic, Array, closed, inverse_row, l2norm, rounded
 from isobit.ops.gated_delta_rule_step.state import CHUNK, CHUNKS, OLDEST, ROWS, SEEDED, TENSORS
 
 F32 = np.float32
@@ -51,8 +51,8 @@ class Slot:
     def store(self) -> None:
         """Write the new rows."""
         new = slice(self.saved, self.rows)
-        for name, rows in (("k_rows", self.k), ("bv_rows", self.bv), ("vn_rows", self.vn),
-                           ("beta_rows", self.beta), ("gate_rows", self.gate), ("inverse", self.T)):  # fmt: skip
+        mine = {"k_rows": self.k, "bv_rows": self.bv, "vn_rows": self.vn, "inverse": self.T}
+        for name, rows in (mine | {"beta_rows": self.beta, "gate_rows": self.gate}).items():
             own = self._of(name)
             own[:, new] = torch.from_numpy(np.ascontiguousarray(rows[:, new])).to(own.dtype)
         self.place[ROWS] = self.saved = self.rows

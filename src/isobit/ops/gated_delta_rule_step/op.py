@@ -4,8 +4,8 @@ A head has a state S [K, V]. The recurrence updates it with every token:
 
     S = exp(g) S + beta k^T (v - k exp(g) S),        o = scale q S
 
-Training does this in chunks of 64 tokens, with other roundings. Here a token is a row of its chunk: with S the
-state at the chunk's start, G the sum of g from there, and rows j <= t of the chunk,
+Training does this in chunks of 64 tokens, with other roundings. Here a token is a row of its chunk: with S
+the state at the chunk's start, G the sum of g from there, and rows j <= t of the chunk,
 
     A[t, j] = beta_t (k_t k_j) exp(G_t - G_j)        j < t
     T[t]    = e_t - sum_j A[t, j] T[j]               row t of (I + A)^-1
@@ -27,7 +27,7 @@ from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
 from isobit.ops.gated_delta_rule.op import CLASS, GDR_1_CPU, not_on_the_cpu
-from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
+from isobit.ops.gated_delta_rule_step.state import CHUNK, DeltaState
 
 
 @composed(
@@ -99,7 +99,8 @@ def gated_delta_rule_step(
     """
     given: dict[str, Any] = {
         "state": state, "q": q, "k": k, "v": v, "g": g, "beta": beta, "slots": slots, "lengths": lengths,
-        "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "validate": validate, "numerics": numerics, "backend": backend,
+        "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
     served = declared.serve(given)
     args = served.args
