@@ -8,8 +8,8 @@ values_kernel   one program per sequence, value head and tile of V: u, v_new and
 
 A call with more than one token launches them twice: for the rows up to the end of a sequence's chunk, and
 for those of its next chunk. Within a launch nothing is written that another program reads: rows_kernel reads
-the cached rows of the chunk and writes T and scratch memory, values_kernel writes the rows. Counts are read by
-rows_kernel only, which leaves them in scratch memory, and written by values_kernel.
+the cached rows of the chunk and writes T and scratch memory, values_kernel writes the rows. Counts are read
+by rows_kernel only, which leaves them in scratch memory, and written by values_kernel.
 
 Rows that do not exist, and k-groups of them, are zeros: a step of zeros leaves a chain as it is. So a row has
 the bits that it has in a whole chunk. A zero of T or P times an infinity would be NaN: if a later row of the
@@ -48,7 +48,7 @@ _LOG2E = tl.constexpr(LOG2E)
 FIELDS = tl.constexpr(8)
 
 _STRIDES = [f"{name}_s{of}" for name in ("q", "k", "v", "g", "beta") for of in ("b", "t", "h")]
-_SIZES = ["slots", "lengths", "SLOTS", "T", *_STRIDES]
+_SIZES = ["slots", "lengths", "later", "SLOTS", "T", *_STRIDES]
 
 
 @triton.jit
@@ -126,17 +126,16 @@ def close_tile(
 @triton.jit(do_not_specialize=_SIZES)
 def rows_kernel(
     q, k, g, beta, slots, lengths, start, start16, k_rows, vn_rows, inverse, beta_rows, gate_rows, place,
-    before, now, gates, minus_a, w, p, SLOTS, T, H, HV, V,
+    before, now, gates, minus_a, w, p, later, SLOTS, T, H, HV, V,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh,
-    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr, LATER: tl.constexpr,
+    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """What does not depend on V, for new rows of one chunk; and the closing of the chunk before it."""
     tiles = V // BV
     part, item = tl.program_id(0) % (tiles + 1), (tl.program_id(0) // (tiles + 1)).to(tl.int64)
     b, hv = item // HV, item % HV
-    first = tl.zeros([], tl.int32)
-    if LATER:  # rows that the earlier launches did
-        first += tl.load(before + b * FIELDS + 3)
+    # Rows that the launches before did.
+    first = tl.load(before + b * FIELDS + 3, mask=later != 0, other=0)
     there, slot, rows, chunks, oldest, seeded, left = counts_of(place, slots, lengths, b, first, SLOTS, T)
     full = (rows == CHUNK) & (left > 0)
     old = slot * HALVES + (chunks & (HALVES - 1))
@@ -245,12 +244,12 @@ def new_rows(
                  mask=live[:, None])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", *_STRIDES, "scale"])
+@triton.jit(do_not_specialize=["later", "T", *_STRIDES, "scale"])
 def values_kernel(
     q, k, v, beta, start16, k_rows, bv_rows, vn_rows, inverse, beta_rows, gate_rows, place,
-    now, gates, w, p, out, scale, T, H, HV, V,
+    now, gates, w, p, out, scale, later, T, H, HV, V,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh,
-    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr, LATER: tl.constexpr,
+    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """u, v_new and out of new rows, for BV columns; and everything that later calls read."""
     tiles = V // BV
@@ -264,7 +263,7 @@ def values_kernel(
     held = tl.load(own + 7) != 0
     j, d, i_tile = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, TILE)
     e = tile * BV + tl.arange(0, BV)
-    if not LATER:  # rows that are not there, and those of the later launches for now
+    if later == 0:  # rows that are not there, and those of the later launches for now
         for done in range(0, T, TILE):
             i = done + i_tile
             at = ((b * T + i) * HV + hv)[:, None] * V + e[None, :]
@@ -360,25 +359,24 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
     BV = columns_of(B, HV)
     strides = {n: (0, 0, 0) if t is None else t.stride()[:3] for n, t in (("g", g), ("beta", beta))}
     strides |= {n: t.stride()[:3] for n, t in (("q", q), ("k", k), ("v", v))}
-    for later in (False, True)[: 1 + (T > 1)]:
-        before, now = counts[0], counts[int(later)]
+    for later in range(1 + (T > 1)):
+        before, now = counts[0], counts[later]
         options: dict[str, Any] = {
-            "K": K, "BV": BV, "HALVES": of["start"].shape[1], "MANY": T > 1, "LATER": later, "num_warps": 4,
+            "K": K, "BV": BV, "HALVES": of["start"].shape[1], "MANY": T > 1, "num_warps": 4,
             "num_stages": 2, "enable_fp_fusion": False,
         }  # fmt: skip
         launch(
             rows_kernel, (B * HV * (V // BV + 1),),
             q, k, g, beta, slots, lengths, of["start"], of["start16"], of["k_rows"], of["vn_rows"],
             of["inverse"], of["beta_rows"], of["gate_rows"], of["place"], before, now, gates, minus_a, w,
-            p,
-            of["start"].shape[0], T, H, HV, V,
+            p, later, of["start"].shape[0], T, H, HV, V,
             *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **options,
         )  # fmt: skip
         launch(
             values_kernel, (B * HV * (V // BV),),
             q, k, v, beta, of["start16"], of["k_rows"], of["bv_rows"], of["vn_rows"], of["inverse"],
             of["beta_rows"], of["gate_rows"], of["place"], now, gates, w, p, out, float(args["scale"]),
-            T, H, HV, V,
+            later, T, H, HV, V,
             *strides["q"], *strides["k"], *strides["v"], *strides["beta"], **options,
         )  # fmt: skip
     return out
