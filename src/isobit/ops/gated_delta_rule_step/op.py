@@ -26,8 +26,8 @@ from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CLASS, GDR_1_CPU, not_on_the_cpu
-from isobit.ops.gated_delta_rule_step.state import CHUNK, DeltaState
+from isobit.ops.gated_delta_rule.op import CLASS, GDR_1_CPU, gated_delta_rule, not_on_the_cpu
+from isobit.ops.gated_delta_rule_step.state import CHUNK, CHUNKS, ROWS, SEEDED, DeltaState
 
 
 @composed(
@@ -51,6 +51,7 @@ def gated_delta_rule_step(
     lengths: Int[Tensor, "B; any strides"] | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    from_empty: bool = False,
     validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
@@ -63,7 +64,7 @@ def gated_delta_rule_step(
     Args:
         state: the state of the layer. The call adds rows to it.
         q, k: [B, T, H, K] in bf16 or fp16, the dtype of the state. T is the number of new tokens, 1 for plain
-            decoding. More than 64 are processed 64 at a time.
+            decoding. More than 64 are processed 64 at a time, unless `from_empty` holds.
         v: [B, T, HV, V], of the same dtype. HV is a multiple of H: groups of value heads share q and k.
         g: [B, T, HV] in bf16, fp16 or fp32: the natural logarithm of each token's decay, not summed; None is
             no decay.
@@ -75,9 +76,12 @@ def gated_delta_rule_step(
             outputs are 0. None is T for all.
         scale: factor on the output; None is K ** -0.5.
         use_qk_l2norm_in_kernel: divide each row of q and k by its norm first, and round it to their dtype.
-        validate: check slots and lengths on a GPU too (a host sync). None checks on CPU tensors, and
-            everywhere with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no
-            access is out of bounds.
+        from_empty: the slots are empty, so these tokens are the first of their sequences: prompts of one
+            length. Whole chunks are then computed by the kernels of `gated_delta_rule`, all at once. The bits
+            are the same.
+        validate: check slots, lengths and `from_empty` on a GPU too (a host sync). None checks on CPU
+            tensors, and everywhere with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong
+            results, but no access is out of bounds.
         numerics: the numerics class that the result must have, on a Hopper GPU "gdr/1". It is an error if no
             backend can keep it.
         backend: force "triton" or "model" (CPU); None takes the first that can serve.
@@ -100,24 +104,40 @@ def gated_delta_rule_step(
     given: dict[str, Any] = {
         "state": state, "q": q, "k": k, "v": v, "g": g, "beta": beta, "slots": slots, "lengths": lengths,
         "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "from_empty": from_empty,
         "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
     served = declared.serve(given)
-    args = served.args
-    del args["state"]
+    args = {name: value for name, value in served.args.items() if name not in ("state", "from_empty")}
     if scale is None:
         args["scale"] = q.shape[-1] ** -0.5
     args |= state.tensors()
-    T = q.shape[1]
-    if T <= CHUNK:
-        return _rows(args, served.backend)
-    pieces = [_rows(_piece(args, first), served.backend) for first in range(0, T, CHUNK)]
-    return torch.cat(pieces, 1)
+    T, pieces = q.shape[1], []
+    whole = T // CHUNK * CHUNK if from_empty else 0
+    with torch.no_grad():
+        if whole:
+            pieces.append(_chunks(state, args, whole, served.backend))
+        for first in range(whole, max(T, 1), CHUNK):
+            pieces.append(rows(**_piece(args, first), backend=served.backend))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _rows(args: dict[str, Any], backend: str) -> Tensor:
-    out: Tensor = rows(**args, backend=backend)
-    return out
+def _chunks(state: DeltaState, args: dict[str, Any], tokens: int, backend: str) -> Tensor:
+    """The first tokens of sequences, whole chunks, by the kernels of the forward."""
+    B, slots = args["q"].shape[0], args["slots"]
+    index = torch.arange(B, device=state.device) if slots is None else slots.long()
+    there = (index >= 0) & (index < state.slots)
+    at = index.clamp(0, max(state.slots - 1, 0))
+    seeded = (state.place[at, SEEDED] != 0) & there
+    begun = torch.where(seeded[:, None, None, None], state.start[at, 0], 0.0)
+    first = {name: None if args[name] is None else args[name][:, :tokens] for name in _BY_TOKEN}
+    options = {name: args[name] for name in ("scale", _L2NORM)}
+    out, end = gated_delta_rule(
+        **first, **options, initial_state=begun, output_final_state=True, validate=False, backend=backend
+    )
+    assert end is not None
+    state.begin(index, end, tokens // CHUNK)
+    return torch.where(there[:, None, None, None], out, 0.0)
 
 
 def _piece(args: dict[str, Any], first: int) -> dict[str, Any]:
@@ -167,6 +187,12 @@ def _state(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("q", q, f"B={B} sequences, but the state has {state.slots} slots")
 
 
+def _empty(contract: Contract, args: dict[str, Any]) -> None:
+    if args["from_empty"] and args["lengths"] is not None:
+        rule = "is for prompts of one length, of which all T tokens are there: pass no lengths"
+        raise contract.error("from_empty", True, rule)
+
+
 def _scale(contract: Contract, args: dict[str, Any]) -> None:
     if args["scale"] is not None and not -1e38 <= args["scale"] <= 1e38:  # kernels take it in fp32
         raise contract.error("scale", args["scale"], "must be a finite number, -1e38 to 1e38")
@@ -180,13 +206,19 @@ def _no_gradient(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _integers(contract: Contract, args: dict[str, Any]) -> None:
-    """No slot twice, and lengths from 0 to T."""
-    slots, lengths, T = args["slots"], args["lengths"], args["q"].shape[1]
-    if slots is not None:
-        named = [s for s in slots.tolist() if 0 <= s < args["state"].slots]
-        if len(set(named)) < len(named):
-            twice = next(s for s in named if named.count(s) > 1)
-            raise contract.error("slots", slots, f"slot {twice} occurs twice: a sequence has one state")
+    """No slot twice, lengths from 0 to T, and slots that are empty if that was said."""
+    slots, lengths, (B, T) = args["slots"], args["lengths"], args["q"].shape[:2]
+    state = args["state"]
+    named = [s for s in (range(B) if slots is None else slots.tolist()) if 0 <= s < state.slots]
+    if len(set(named)) < len(named):
+        twice = next(s for s in named if named.count(s) > 1)
+        raise contract.error("slots", slots, f"slot {twice} occurs twice: a sequence has one state")
+    begun = state.place[named][:, [ROWS, CHUNKS]].any(1).tolist() if args["from_empty"] else []
+    if any(begun):
+        slot = named[begun.index(True)]
+        raise contract.error(
+            "from_empty", True, f"slot {slot} has {int(state.tokens[slot])} tokens; reset it"
+        )
     if lengths is not None:
         for b, n in enumerate(lengths.tolist()):
             if not 0 <= n <= T:
@@ -198,7 +230,7 @@ def _few(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("q", args["q"], f"at most {CHUNK} tokens")
 
 
-declared.rule(_state, _scale, _no_gradient)
+declared.rule(_state, _empty, _scale, _no_gradient)
 declared.value_rule(_integers)
 rows.rule(_few)
 

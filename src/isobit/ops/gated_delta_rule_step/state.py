@@ -206,16 +206,25 @@ class DeltaState:
         if tuple(initial_state.shape) != wanted or initial_state.dtype != torch.float32:
             rule = f"must be fp32 and [slots, HV, K, V] = {list(wanted)}"
             raise _error("reset", "initial_state", initial_state, rule)
-        hit = self._hit("reset", slots)
-        named = hit.any(1)
-        # The row of each slot, or its own state again: no size depends on a value.
-        source = hit.to(torch.int8).argmax(1)
-        given = initial_state[source] if len(index) else self.start[:, 0]
-        begun = torch.where(named[:, None, None, None], given, self.start[:, 0])
-        self.start[:, 0] = begun
-        self.start16[:, 0] = torch.where(named[:, None, None, None], begun.to(self.dtype), self.start16[:, 0])
-        fresh = torch.tensor([0, 0, 0, 1], dtype=torch.int32, device=self.device)
-        self.place.copy_(torch.where(named[:, None], fresh, self.place))
+        self.begin(index, initial_state, 0)
+
+    @torch.no_grad()
+    def begin(self, index: Tensor, states: Tensor, chunks: int) -> None:
+        """Put sequences at the start of a chunk: after `chunks` chunks, with these states [n, HV, K, V] in
+        fp32, in the slots [n]. Numbers outside the state have no effect."""
+        if not self.slots or not len(index):
+            return
+        there = (index >= 0) & (index < self.slots)
+        # A row without a slot repeats one that has one: the same values are written twice, and no size
+        # depends on a value. If there is none, a slot is written with what it holds.
+        some, first = there.any(), there.int().argmax()
+        source = torch.where(there, torch.arange(len(index), device=self.device), first)
+        to = torch.where(some, index[source].clamp(0, self.slots - 1), 0)
+        half = chunks & (self.start.shape[1] - 1)
+        for t in (self.start, self.start16):
+            t[to, half] = torch.where(some, states[source].to(t.dtype), t[to, half])
+        place = torch.tensor([0, chunks, chunks, 1], dtype=torch.int32, device=self.device)
+        self.place[to] = torch.where(some, place, self.place[to])
 
     @torch.no_grad()
     def crop(self, rows: int | Tensor, slots: Slots = None, *, validate: bool | None = None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.gated_delta_rule.op import gated_delta_rule
+from isobit.ops.gated_delta_rule_step.op import gated_delta_rule_step
 from isobit.ops.gated_delta_rule_step.proof.inputs import BY_TOKEN, histories, lengths_of, slots_of
 from isobit.ops.gated_delta_rule_step.state import CHUNK, DeltaState
 from isobit.spec.compare import OutputCheck, same_bits
@@ -25,6 +26,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     checks += in_other_company(trial, args, whole, after)
     checks += in_pieces(trial, args, whole, after)
     checks += taken_back(trial, args, whole, after)
+    checks += prompts(trial, args)
     for layout in trial.proof.layouts:
         laid = trial.proof.lay_out(args, layout)
         checks.append(same_bits("0:out", stepped(trial, laid)[0], whole, f"layout {layout}"))
@@ -58,7 +60,7 @@ def stored(state: DeltaState, slot: int) -> dict[str, Tensor]:
     result |= {n: getattr(state, n)[slot, half, :, :rows] for n in ("beta_rows", "gate_rows")}
     if chunks or seeded:
         result |= {n: getattr(state, n)[slot, half] for n in ("start", "start16")}
-    return result | {"place": state.place[slot]}
+    return result | {"place": state.place[slot, :2]}
 
 
 def same_slots(what: str, ours: DeltaState, other: DeltaState, slots: list[int]) -> list[OutputCheck]:
@@ -164,8 +166,7 @@ def taken_back(trial: Trial, args: Args, whole: Tensor, after: DeltaState) -> li
     state.crop(drafts.int(), slots)
     out = trial.call(args | {"state": state})[0]
     what = f"after {drafts.tolist()} other tokens were taken back"
-    checks = [same_bits("0:out", out, whole, what)]
-    return checks + [c for c in same_slots(what, state, after, used(args)) if c.output != "state:place"]
+    return [same_bits("0:out", out, whole, what), *same_slots(what, state, after, used(args))]
 
 
 # What must have other bits
@@ -206,6 +207,33 @@ def controls(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
     if any(own is not None and own[1] >= CHUNK for own in histories(args)):
         checks.append(trial.control("a state carried in 16 bits", [whole], [narrow]))
     return checks
+
+
+def prompts(trial: Trial, args: Args) -> list[OutputCheck]:
+    """Prompts by the kernels of the forward leave the state that rows leave."""
+    state, backend = args["state"], "model" if trial.device.type == "cpu" else None
+    longest = max((p["q"].shape[1] for p in state.prompts.values()), default=0)
+    tokens = min(longest, 2 * CHUNK + 5)
+    if tokens < CHUNK:
+        return []
+    slot = next(s for s, p in state.prompts.items() if p["q"].shape[1] == longest)
+    prompt = {
+        n: None if t is None else t[:, :tokens] for n, t in state.prompts[slot].items() if n in BY_TOKEN
+    }
+    call = prompt | {n: args[n] for n in ("scale", "use_qk_l2norm_in_kernel")} | {"backend": backend}
+    results = []
+    for at_once in (False, True):
+        fresh = state.select([-1, -1])
+        begun = state.prompts[slot]["initial_state"]
+        if begun is not None:
+            fresh.reset([1], begun)
+        where = torch.tensor([1], device=trial.device)
+        results.append((gated_delta_rule_step(fresh, **call, slots=where, from_empty=at_once), fresh))
+    (rows, by_rows), (chunks, by_chunks) = results
+    what = f"a prompt of {tokens} tokens by whole chunks"
+    checks = [same_bits("0:out", chunks, rows, what)]
+    # A chunk that is full is closed with the next token: rows keep it, chunks do not.
+    return checks + (same_slots(what, by_chunks, by_rows, [1]) if tokens % CHUNK else [])
 
 
 def borders(trial: Trial) -> list[OutputCheck]:
