@@ -105,14 +105,15 @@ def alone(trial: Trial, args: Args, whole: Tensor, after: DeltaState) -> list[Ou
 
 def in_other_company(trial: Trial, args: Args, whole: Tensor, after: DeltaState) -> list[OutputCheck]:
     """In another order, among sequences without a slot, with NaN in tokens and rows that are not there."""
-    B = args["q"].shape[0]
+    B, T = args["q"].shape[:2]
     slots, back = slots_of(args), list(range(B))[::-1]
     order = torch.tensor([*back, back[0], back[-1]], device=trial.device)
     mixed = part(args, order)
     ends = torch.tensor([slots[b] for b in back] + [-1, 2**31 - 1], dtype=torch.int64, device=trial.device)
     counts = [lengths_of(args)[b] for b in order.tolist()]
     mixed |= {"slots": ends, "lengths": torch.tensor(counts, device=trial.device)}
-    mixed |= {n: None if mixed[n] is None else mixed[n].clone() for n in BY_TOKEN}
+    # One token more than there is, so that it has to be left out.
+    mixed |= {n: None if mixed[n] is None else torch.cat((mixed[n], mixed[n][:, :1]), 1) for n in BY_TOKEN}
     for b, n in enumerate(counts):
         for name in BY_TOKEN:
             if mixed[name] is not None:
@@ -122,9 +123,10 @@ def in_other_company(trial: Trial, args: Args, whole: Tensor, after: DeltaState)
         _spoil(state, slot)
     out, state = stepped(trial, mixed | {"state": state})
     what = "backwards, among sequences without slots, NaN where nothing is"
-    checks = [same_bits("0:out", out[:B].flip(0), whole, what), *same_slots(what, state, after, used(args))]
-    nothing = torch.zeros_like(out[B:])
-    return [*checks, same_bits("0:out", out[B:], nothing, "sequences without slots are 0")]
+    checks = [same_bits("0:out", out[:B, :T].flip(0), whole, what)]
+    for part_of, rest in (("sequences without slots", out[B:]), ("tokens that are not there", out[:, T:])):
+        checks.append(same_bits("0:out", rest, torch.zeros_like(rest), f"{part_of} are 0"))
+    return checks + same_slots(what, state, after, used(args))
 
 
 def _spoil(state: DeltaState, slot: int) -> None:
