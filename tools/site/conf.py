@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/rms_norm": "RMSNorm",
         "docs/rope": "Rotary embedding",
         "docs/swiglu": "SwiGLU",
+        "docs/gated_delta_rule": "Gated delta rule",
         "docs/delta_rule": "Delta rule",
         "docs/losses": "Losses",
     },

@@ -59,7 +59,7 @@ def _tensor_core(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> A
     out = np.broadcast_to(acc, (*lead, *acc.shape[-2:])).copy()
     left, right = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (left, right))
     for at in np.ndindex(*lead):
-        a, b = (torch.from_numpy(np.ascontiguousarray(x[at])).to(dtype) for x in (left, right))
+        a, b = (torch.from_numpy(x[at].copy()).to(dtype) for x in (left, right))
         out[at] = chain(a, b, torch.from_numpy(out[at])).numpy()
     return out
 

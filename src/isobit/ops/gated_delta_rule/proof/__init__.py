@@ -289,7 +289,7 @@ STATES = Proof(
         _case(1, 700, 2, 4, 128, 64, BF16, mode="gkh", lengths="117+0+64+257+1+261", heavy=True),
     ],
     bit_cases=[
-        _case(2, 70, 1, 1, 64, 64, F16, mode="gh"),
+        _case(2, 70, 1, 1, 64, 128, F16, mode="gh"),
         _case(4, 300, 2, 4, 128, 128, BF16, mode="gkh", heavy=True),
         _case(3, 130, 1, 1, 256, 64, F16, heavy=True),
         _case(3, 130, 1, 1, 64, 64, BF16, mode="h", heavy=True),

@@ -71,7 +71,7 @@ def make_states(case: Case, device: torch.device, options: InputOptions) -> Args
         return (torch.rand(*shape, generator=gen, device=gen.device) * -4.0).to(device, wide)
 
     k = torch.nn.functional.normalize(drawn(B, T, H, K), dim=-1)
-    w = k.repeat_interleave(HV // H, 2) * torch.rand(B, T, HV, 1, generator=gen, device=gen.device) * 0.4
+    w = k.repeat_interleave(HV // H, 2) * torch.rand(B, T, HV, 1, generator=gen, device=gen.device)
     args: Args = {n: t.to(device, case.dtype) for n, t in (("k", k), ("w", w), ("u", drawn(B, T, HV, V)))}
     bounds, v_first = _bounds(case, device), bool(case.options.get("v_first"))
     S = B if bounds is None else len(bounds) - 1
