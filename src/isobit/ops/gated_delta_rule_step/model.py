@@ -126,7 +126,7 @@ def rows(do: Arithmetic = CPU, **given: Any) -> Tensor:
             o = slot.add(q[t], k[t], v[t], g[t], beta[t], args["scale"], do)
             out[b, t] = torch.from_numpy(o).to(out.dtype)
         slot.store()
-    for name, t in state.items():
+    for name, written in state.items():
         if given[name].device.type != "cpu":
-            given[name].copy_(t)
+            given[name].copy_(written)
     return out.to(given["q"].device)

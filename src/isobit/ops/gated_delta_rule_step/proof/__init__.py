@@ -122,7 +122,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
 
 
 def _case(B: int, T: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, **rest: Any) -> Case:
-    names = ("mode", "prompts", "lengths", "drafts", "seeded")
+    names = ("mode", "prompts", "at", "lengths", "drafts", "seeded")
     options = {name: rest.pop(name) for name in names if name in rest}
     return Case({"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}, dtype, options=options, **rest)
 
@@ -134,7 +134,7 @@ _SMALL = [
     _case(1, 0, 1, 1, 64, 64, BF16),
     _case(0, 1, 1, 1, 64, 64, BF16),
     _case(2, 2, 1, 2, 64, 64, F16, prompts="63+0", lengths="2+1", mode="n", layout="padded"),
-    _case(1, 1, 1, 1, 128, 64, BF16, prompts="20", seeded=True),
+    _case(1, 1, 1, 1, 128, 64, BF16, at=20, seeded=True),
 ]
 _HEAVY = [
     _case(64, 1, 16, 32, 128, 128, BF16, prompts=_MANY, heavy=True),

@@ -187,7 +187,7 @@ def controls(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
         rest = {name: value for name, value in history.items() if name not in BY_TOKEN}
 
         def some(first: int, end: int, state: Tensor | None, tokens: Args = tokens, rest: Args = rest) -> Any:
-            cut = {name: None if t is None else t[:, first:end] for name, t in tokens.items()}
+            cut: Args = {name: None if t is None else t[:, first:end] for name, t in tokens.items()}
             return gated_delta_rule(**cut, **rest | {"initial_state": state}, **common)
 
         state = history["initial_state"]

@@ -70,7 +70,9 @@ def _prompted(case: "_Hashed", device: torch.device, seed: int) -> Prompted:
     than the calls of the laws."""
     own, d = case.case, case.case.dims
     gen = torch.Generator().manual_seed(seed + 1)
-    places = numbers(own.options.get("prompts", "+".join(["3"] * max(d["B"], 1))))
+    places = [own.options.get("at", 3)] * max(d["B"], 1)
+    if "prompts" in own.options:
+        places = numbers(own.options["prompts"])
     state = DeltaState(
         len(places) + 1, d["H"], d["HV"], K=d["K"], V=d["V"], dtype=own.dtype, device=device,
         drafts=bool(own.options.get("drafts")),
@@ -115,7 +117,8 @@ class _Hashed:
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """`prompts` and `lengths`, as 62+5+0: how many tokens each slot has, and how many new ones each sequence
-    gets. Sequences are in the slots in descending order, and the last slot is not used."""
+    gets; `at` is one number for all slots. Sequences of `prompts` are in the slots in descending order, and
+    the last slot is not used."""
     d = case.dims
     gen = torch.Generator().manual_seed(options.seed)
     args: Args = {"state": _prompted(_Hashed(case), device, options.seed).clone()}
