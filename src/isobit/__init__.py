@@ -14,6 +14,7 @@ from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
 from isobit.ops.gated_delta_rule import chunk_gated_delta_rule_fwd_h, gated_delta_rule
+from isobit.ops.gated_delta_rule_step import DeltaState, gated_delta_rule_step
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_policy_loss import linear_policy_loss
@@ -60,6 +61,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "OPS",
     "ContractError",
+    "DeltaState",
     "Explanation",
     "UnsupportedError",
     "attention",
@@ -74,6 +76,7 @@ __all__ = [
     "drift",
     "explain",
     "gated_delta_rule",
+    "gated_delta_rule_step",
     "group_advantages",
     "grpo_loss",
     "integrations",
