@@ -31,8 +31,8 @@ def on_a_cpu(args: dict[str, Any], programs: int = 2) -> tuple[Tensor | None, ..
 
 
 def made(mode: str, v_first: bool, K: int = 64) -> dict[str, Any]:
-    """The inputs of the recurrence backwards, by their names forwards: t gives an initial state, h asks for the
-    final one."""
+    """The inputs of the recurrence backwards, by their names forwards: t gives an initial state, h asks for
+    the final one."""
     args = made_backwards(mode, v_first, LENGTHS, K)
     args |= {"u": args["dv"], "initial_state": args["dht"], "output_final_state": "h" in mode}
     names = ("k", "w", "u", "g", "gk", "initial_state", "output_final_state", "state_v_first", "chunk_size",

@@ -72,8 +72,8 @@ STAGES = {64: 4, 128: 3, 256: 1}
 #: programs it was 100 and 89, with 112 124 and 127 (2026-11). Affects the schedule only.
 STAGES_OF_MANY = {64: 4, 128: 2, 256: 1}
 
-#: Both for the recurrence forwards, whose stages have three tiles instead of five: as many as fit with a state,
-#: and with the two states of several items per program.
+#: Both for the recurrence forwards, whose stages have three tiles instead of five: as many as fit with a
+#: state, and with the two states of several items per program.
 STAGES_FORWARD, STAGES_OF_MANY_FORWARD = {64: 4, 128: 4, 256: 2}, {64: 4, 128: 3, 256: 2}
 
 #: Bytes of shared memory per program, and those of them that barriers and alignment may take.

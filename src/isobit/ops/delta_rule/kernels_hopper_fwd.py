@@ -8,8 +8,8 @@ there:
     X   = u^T - X      one rounding: the new values
     S^T = decay S^T + (X 2^(g[last] - g)) K
 
-Loads and stores are those of `kernels_hopper_io`. Chunks of a sequence depend on one another, so the latency of
-a chunk decides the speed: nothing but these two products and the roundings between them is in its way.
+Loads and stores are those of `kernels_hopper_io`. Chunks of a sequence depend on one another, so the latency
+of a chunk decides the speed: nothing but these two products and the roundings between them is in its way.
 """
 
 from typing import Any

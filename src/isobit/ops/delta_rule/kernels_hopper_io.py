@@ -1,5 +1,5 @@
-"""Everything around the consumer warpgroup: work items, loads of tiles and gates, stores of results. Each kind
-of traffic has its own warp, which waits for its own barriers only.
+"""Everything around the consumer warpgroup: work items, loads of tiles and gates, stores of results. Each
+kind of traffic has its own warp, which waits for its own barriers only.
 
 Names are those of the recurrence backwards (`kernels_hopper`). The recurrence forwards (`kernels_hopper_fwd`)
 goes from a sequence's first chunk to its last, and has no q and do: its dv is u, its dh, dv2, dht and dh0 are
@@ -348,8 +348,8 @@ class Out:
 
     @gluon.jit
     def put_final(self, E, turn, dh_turn, dv_turn):
-        """The state that an item ends with: dh0 = -E. Unless buffers are SEPARATE it returns when dh0 is stored: the next dh takes
-        its place."""
+        """The state that an item ends with: dh0 = -E. Unless buffers are SEPARATE it returns when dh0 is
+        stored: the next dh takes its place."""
         if self.SEPARATE:
             mbarrier.wait(self.free.index(DH0), turn ^ 1)
         else:
