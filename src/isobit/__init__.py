@@ -12,6 +12,7 @@ from isobit.ops.attention import attention
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
+from isobit.ops.gated_delta_rule import chunk_gated_delta_rule_fwd_h, gated_delta_rule
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_policy_loss import linear_policy_loss
@@ -62,6 +63,7 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "chunk_gated_delta_rule_bwd_dhu",
+    "chunk_gated_delta_rule_fwd_h",
     "det_gemm",
     "det_gemm_dw",
     "det_grouped_dw",
@@ -69,6 +71,7 @@ __all__ = [
     "det_linear",
     "drift",
     "explain",
+    "gated_delta_rule",
     "group_advantages",
     "grpo_loss",
     "integrations",
