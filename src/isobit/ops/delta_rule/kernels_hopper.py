@@ -254,7 +254,7 @@ def dhu_kernel(
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, False)
+    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, True, False)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK, False)
     out = Out.create(
         dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, SEPARATE, False

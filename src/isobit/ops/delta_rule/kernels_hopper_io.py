@@ -1,7 +1,7 @@
 """Everything around the consumer warpgroup: work items, loads of tiles and gates, stores of results. Each
 kind of traffic has its own warp, which waits for its own barriers only.
 
-Names are those of the recurrence backwards (`kernels_hopper`). The recurrence forwards (`kernels_hopper_fwd`)
+Names are those of the recurrence backwards (`kernels_hopper`). The recurrence forwards (`gated_delta_rule`)
 goes from a sequence's first chunk to its last, and has no q and do: its dv is u, its dh, dv2, dht and dh0 are
 the states h, the new values, the initial state and the final one. FORWARD says which of them it is.
 """
@@ -61,6 +61,7 @@ class Items:
     V: gl.tensor
     chunks: gl.tensor  # that dh has room for, if sequences are packed
     PACKED: gl.constexpr
+    OFFSETS: gl.constexpr  # whether there are offsets; else sequence n has the chunks from first // 64 + n on
     FORWARD: gl.constexpr
 
     @gluon.jit
@@ -90,7 +91,10 @@ class Items:
             first = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n), 0), self.T).to(gl.int32)
             end = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n + 1), first), self.T).to(gl.int32)
             tokens = end - first
-            chunk = gl.minimum(gl.maximum(gl.load(self.offsets + n), 0), self.chunks).to(gl.int32)
+            chunk = first // CHUNK + n
+            if self.OFFSETS:
+                chunk = gl.load(self.offsets + n)
+            chunk = gl.minimum(gl.maximum(chunk, 0), self.chunks).to(gl.int32)
         return Item(n, hv, column, first, tokens, chunk)
 
 
@@ -255,7 +259,11 @@ class Out:
     is stored, while the consumer is at another item. Otherwise there is one buffer for a state in fp32. The
     buffers of dh and dv2 are parts of it, and the consumer waits for the load and for the store.
 
-    Backwards the consumer carries E = -D, so states change sign on their way in and out."""
+    Backwards the consumer carries E = -D, so states change sign on their way in and out.
+
+    `ended`: FORWARD, unless SEPARATE, all dh of an item are stored. A barrier tells only odd phases from even
+    ones. Backwards the warp that loads dht is at most one store of dh behind. Forwards the last chunk of an
+    item has no dv2 to store if it is short, so it may be two behind."""
 
     dh_desc: tma.tensor_descriptor
     dv2_desc: tma.tensor_descriptor
@@ -269,6 +277,7 @@ class Out:
     free: gl.shared_memory_descriptor
     given: gl.shared_memory_descriptor
     taken: gl.shared_memory_descriptor
+    ended: gl.shared_memory_descriptor
     dv2_at: gl.tensor
     V_FIRST: gl.constexpr
     HAS_DHT: gl.constexpr
@@ -307,14 +316,18 @@ class Out:
             mbarrier.init(free.index(i), count=1)
         given = full  # unused without dht
         taken = free
+        ended = free
         if HAS_DHT:
             given = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
             taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
             mbarrier.init(given.index(0), count=1)
             mbarrier.init(taken.index(0), count=1)
+            if FORWARD and not SEPARATE:
+                ended = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+                mbarrier.init(ended.index(0), count=1)
             fence_async_shared()
         return Out(
-            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, dht, dh0, full, free, given, taken, dv2_at,
+            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, dht, dh0, full, free, given, taken, ended, dv2_at,
             V_FIRST, HAS_DHT, HAS_DH0, SEPARATE, FORWARD,
         )  # fmt: skip
 
@@ -345,6 +358,13 @@ class Out:
         mbarrier.wait(self.free.index(DH), turn ^ 1)
         self.of_consumer(self.dh).store(self.signed(E))
         mbarrier.arrive(self.full.index(DH))
+
+    @gluon.jit
+    def end(self, dh_turn):
+        """Tell that all dh of an item are stored, FORWARD."""
+        if self.HAS_DHT and not self.SEPARATE:
+            mbarrier.wait(self.free.index(DH), dh_turn ^ 1)
+            mbarrier.arrive(self.ended.index(0))
 
     @gluon.jit
     def put_final(self, E, turn, dh_turn, dv_turn):
@@ -430,9 +450,12 @@ def store_rows(items, out, K: gl.constexpr):
         item = items.item(t)
         full = item.tokens // CHUNK
         if out.HAS_DHT:
-            if not out.SEPARATE:
-                mbarrier.wait(out.free.index(DH), dh_turn ^ 1)  # dh of the previous item is stored
-                dh_turn = dh_turn ^ (gl.cdiv(item.tokens, CHUNK) & 1)
+            if not out.SEPARATE:  # when dh of the previous item is stored
+                if out.FORWARD:
+                    mbarrier.wait(out.ended.index(0), item_turn ^ 1)
+                else:
+                    mbarrier.wait(out.free.index(DH), dh_turn ^ 1)
+                    dh_turn = dh_turn ^ (gl.cdiv(item.tokens, CHUNK) & 1)
                 _load_given(items, out, t, K)
             mbarrier.wait(out.taken.index(0), item_turn)
             if out.SEPARATE:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
-from isobit.frame.device import arch_key, triton_cannot_run
+from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
@@ -251,6 +251,10 @@ def not_on_the_cpu(args: dict[str, Any]) -> str | None:
 
 CLASS = partial(of_this_hardware, GDR_1, GDR_1_CPU)
 
+forward.backend(
+    "hopper", run="kernels_hopper:gated_delta_rule", numerics=str(GDR_1), cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not", launches=True,
+)  # fmt: skip
 forward.backend(
     "triton", run="kernels_triton:gated_delta_rule", numerics=CLASS, cannot_run=triton_cannot_run,
     when="kernels_triton:why_not", interpreted=True, launches=True,

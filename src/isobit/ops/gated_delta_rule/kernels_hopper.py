@@ -1,17 +1,18 @@
 """The states of the forward pass on Hopper: the recurrence of class gdr/1.
 
-The twin of `kernels_hopper`, from a sequence's first chunk to its last. One program carries 64 columns of a
-head's state, transposed, in the registers of one warpgroup, and both products read it or its results from
-there:
+The twin of the recurrence backwards (`ops/delta_rule/kernels_hopper`), from a sequence's first chunk to its
+last. One program carries 64 columns of a head's state, transposed, in the registers of one warpgroup, and
+both products read it or its results from there:
 
     X   = S^T W^T      S as 16-bit numbers, W from shared memory
     X   = u^T - X      one rounding: the new values
     S^T = decay S^T + (X 2^(g[last] - g)) K
 
-Loads and stores are those of `kernels_hopper_io`. Chunks of a sequence depend on one another, so the latency
-of a chunk decides the speed: nothing but these two products and the roundings between them is in its way.
+Loads and stores are the same. Chunks of a sequence depend on one another, so the latency of a chunk decides
+the speed: nothing but these two products and the roundings between them is in its way.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
     store_rows,
     store_states,
 )
-from isobit.ops.delta_rule.kernels_triton import chunk_offsets
+from isobit.ops.gated_delta_rule import kernels_triton
 
 
 @gluon.jit
@@ -116,18 +117,19 @@ def _consume_forward(items, ring, out, OF_STATE: gl.constexpr):
             )  # fmt: skip
         if out.HAS_DH0:
             out.put_final(S, item_turn, turns.dh, turns.dv2)
+        out.end(turns.dh)
         item_turn = item_turn ^ 1
 
 
 @kernel
-def fwd_h_kernel(
+def states_kernel(
     new, g, gk, cu_seqlens, offsets, unit, T, S, HV, group, V, chunks,
     k_desc, w_desc, u_desc, h_desc, new_desc, initial_desc, final_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
-    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr,
+    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, OFFSETS: gl.constexpr,
 ):  # fmt: skip
-    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, True)
+    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, OFFSETS, True)
     ring = Ring.create(k_desc, k_desc, w_desc, u_desc, u_desc, K, STAGES, HAS_G, HAS_GK, True)
     out = Out.create(
         h_desc, new_desc, initial_desc, final_desc, new, K, V_FIRST, HAS_INITIAL, HAS_FINAL, SEPARATE, True
@@ -147,16 +149,14 @@ def fwd_h_kernel(
         )  # fmt: skip
 
 
-# Launcher
+# Launchers
 
 
 def why_not(args: dict[str, Any]) -> str | None:
     """Why this kernel cannot serve a call, or None."""
-    dtype, K, V = args["k"].dtype, args["k"].shape[-1], args["u"].shape[-1]
+    dtype, K, V = args["k"].dtype, args["k"].shape[-1], args["v" if "v" in args else "u"].shape[-1]
     if dtype not in (torch.bfloat16, torch.float16):
-        return "tensor cores take bf16 and fp16; other dtypes are triton's"
-    if args["chunk_size"] != 64:
-        return f"chunk_size={args['chunk_size']}; its chunks have 64 tokens"
+        return "tensor cores take bf16 and fp16"
     if K not in STAGES_FORWARD:
         return f"K={K}; its states have 64, 128 or 256 rows"
     if V % 64:
@@ -164,58 +164,55 @@ def why_not(args: dict[str, Any]) -> str | None:
     return None
 
 
-def outputs(args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """(h, new values, final state, sequences), allocated."""
-    k, u, bounds = args["k"], args["u"], args["cu_seqlens"]
-    B, T, _, K = k.shape
-    HV, V = u.shape[2:]
-    S = B if bounds is None else len(bounds) - 1
-    NT = -(-T // args["chunk_size"]) if bounds is None else len(args["chunk_indices"])
-    state = (HV, V, K) if args["state_v_first"] else (HV, K, V)
-    h = torch.empty((B, NT, *state), dtype=k.dtype, device=k.device)
-    wanted = args["output_final_state"]
-    final = torch.empty((S, *state), dtype=torch.float32, device=k.device) if wanted else None
-    return h, torch.empty(u.shape, dtype=u.dtype, device=u.device), final, S
-
-
-def fwd_h(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(h, new values, final state). `sms`: the SMs to make a schedule for; 0: those of the device."""
-    B, T, H, K = args["k"].shape
-    HV, V = args["u"].shape[2:]
-    h, new, final, S = outputs(args)
-    g, gk = (None if args[name] is None else args[name].contiguous() for name in ("g", "gk"))
-    initial = None if args["initial_state"] is None else placed(args["initial_state"].float())
+def states(
+    k: Tensor, w: Tensor, u: Tensor, g: Tensor | None, gk: Tensor | None, initial: Tensor | None,
+    cu_seqlens: Tensor | None, offsets: Tensor | None, chunks: int, v_first: bool, want_values: bool,
+    want_final: bool, launch: Launch = run, sms: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(h [B, chunks, HV, K, V], v_new, final), those that are wanted. `sms`: the SMs to make a schedule for;
+    0: those of the device."""
+    B, T, HV, V = u.shape
+    H, K = k.shape[2:]
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    state = (HV, V, K) if v_first else (HV, K, V)
+    h = torch.empty((B, chunks, *state), dtype=k.dtype, device=k.device)
+    new = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    final = torch.empty((S, *state), dtype=torch.float32, device=k.device) if want_final else None
+    initial = None if initial is None else placed(initial.float())
     if B * T == 0:
         if final is not None:
             final.zero_() if initial is None else final.copy_(initial)
-        return h, new, final
-    v_first, bounds = args["state_v_first"], args["cu_seqlens"]
-    k, w, u = (rows_of(args[name]) for name in ("k", "w", "u"))
+        return h, new if want_values else None, final
+    keys, ws, us = (rows_of(t) for t in (k, w, u))
     # h may be empty, and invalid bounds may still name a chunk. Its store must not go into an input.
-    flat = h.view(-1, h.shape[-1]) if h.numel() else new.view(u.shape)
+    flat = h.view(-1, h.shape[-1]) if h.numel() else new.view(us.shape)
     box = (64, K) if v_first else (K, 64)
     h_desc = descriptor(matrix(flat), *box)
     # Descriptors of the two states; where one is missing the kernel does not use its descriptor.
     ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (initial, final) if t is not None] or [h_desc]
     items, sms = S * HV * (V // 64), sms or sm_count(new.device)
-    states = (initial is not None) + (final is not None)
-    buffers = Buffers(K, states, has_g=g is not None, has_gk=gk is not None, forward=True)
+    count = (initial is not None) + (final is not None)
+    buffers = Buffers(K, count, has_g=g is not None, has_gk=gk is not None, forward=True)
     stages = stages_of(buffers, items, sms)
-    offsets = chunk_offsets(args, launch)
     launch(
-        fwd_h_kernel, (min(items, sms),),
+        states_kernel, (min(items, sms),),
         new,
         unused(new) if g is None else g,
         unused(new) if gk is None else gk,
-        unused(new) if bounds is None else bounds.contiguous(),
+        unused(new) if cu_seqlens is None else cu_seqlens,
         unused(new) if offsets is None else offsets,
-        1.0, T, S, HV, HV // H, V, h.shape[1],
-        *(descriptor(matrix(t), 64, K) for t in (k, w)),
-        descriptor(matrix(u), 64, 64),
-        h_desc, descriptor(matrix(new.view(u.shape)), 64, 64), ends[0], ends[-1],
-        K=K, STAGES=stages, OF_STATE=accumulator_layout(K), PACKED=bounds is not None,
+        1.0, T, S, HV, HV // H, V, chunks,
+        *(descriptor(matrix(t), 64, K) for t in (keys, ws)),
+        descriptor(matrix(us), 64, 64),
+        h_desc, descriptor(matrix(new.view(us.shape)), 64, 64), ends[0], ends[-1],
+        K=K, STAGES=stages, OF_STATE=accumulator_layout(K), PACKED=cu_seqlens is not None,
         HAS_G=g is not None, HAS_GK=gk is not None, HAS_INITIAL=initial is not None,
         HAS_FINAL=final is not None, V_FIRST=v_first, SEPARATE=fits_separate_buffers(buffers, stages),
-        num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
+        OFFSETS=offsets is not None, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
-    return h, new, final
+    return h, new if want_values else None, final
+
+
+#: The rest of the forward is Triton's.
+fwd_h = partial(kernels_triton.fwd_h, carry=states)
+gated_delta_rule = partial(kernels_triton.gated_delta_rule, carry=states)
