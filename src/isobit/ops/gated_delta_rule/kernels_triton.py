@@ -62,15 +62,15 @@ def chunk_of(tile, cu_seqlens, T, SEQUENCES):
 
 
 @triton.jit
-def triangular(left, right, acc):
-    """left [64, 64], whose row i has zeros after column i, times right [64, n], added to acc. Row i is
-    defined with later rows of `right` replaced by zeros: 0 times an infinity or NaN would be NaN. Where all
-    are finite, that is the plain product."""
+def triangular(left, right, acc, rows):
+    """left [64, 64], whose row i has zeros after column i, times right [64, n], added to acc. Each of the
+    `rows` is defined with later rows of `right` replaced by zeros: 0 times an infinity or NaN would be NaN.
+    Where all are finite, that is the plain product."""
     out = product(left, right, acc)
     wrong = tl.where(tl.abs(right.to(tl.float32)) < float("inf"), 0, 1)
     if tl.max(tl.max(wrong, 1), 0) > 0:
         r = tl.arange(0, _CHUNK)
-        for i in range(_CHUNK):
+        for i in range(rows):
             seen = tl.where((r <= i)[:, None], right, tl.zeros_like(right))
             out = tl.where((r == i)[:, None], product(left, seen, acc), out)
     return out
@@ -97,25 +97,28 @@ def gates_kernel(g, cu_seqlens, g2, T, SEQUENCES, HV, HEADS: tl.constexpr):
     row, rows = chunk_of(tl.program_id(0), cu_seqlens, T, SEQUENCES)
     hv = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = row * HV + hv
-    total = tl.load(g + at, mask=(hv < HV) & (rows > 0), other=0.0).to(tl.float32)
-    tl.store(g2 + at, total * _LOG2E, mask=(hv < HV) & (rows > 0))
-    for i in tl.static_range(1, _CHUNK):
-        inside = (hv < HV) & (i < rows)
-        total += tl.load(g + at + i * HV, mask=inside, other=0.0).to(tl.float32)
-        tl.store(g2 + at + i * HV, total * _LOG2E, mask=inside)
+    total = tl.full([HEADS], -0.0, tl.float32)  # which changes no gate that is added to it
+    for first in range(0, rows, _GROUP):
+        steps = ()  # loads that do not wait for each other
+        for i in tl.static_range(_GROUP):
+            inside = (hv < HV) & (first + i < rows)
+            steps = steps + (tl.load(g + at + (first + i) * HV, mask=inside, other=0.0).to(tl.float32),)
+        for i in tl.static_range(_GROUP):
+            total += steps[i]
+            tl.store(g2 + at + (first + i) * HV, total * _LOG2E, mask=(hv < HV) & (first + i < rows))
 
 
 @triton.jit
-def inverse(kk, system):
+def inverse(system, rows, DTYPE: tl.constexpr):
     """T transposed, [c, i], from -A transposed in memory, `system` [j, i]: column i takes the columns before
-    it in ascending order. A program's own memory holds A, because each thread needs a whole row of it at each
-    step. The sums start with `kk` in their places that are not read, for its layout: that of a matrix
-    product, where a column of T is in few threads."""
+    it in ascending order. Only the first `rows` of them exist. A program's own memory holds A, because each
+    thread needs a whole row of it at each step. The identity is a product with itself for the sake of its
+    layout, in which a row of T is in four threads of a warp: that makes the selection of a column cheap."""
     c, i = tl.arange(0, _CHUNK), tl.arange(0, _CHUNK)
-    eye = c[:, None] == i[None, :]
-    T = tl.where(eye, 1.0, tl.where(eye, kk, 0.0))
+    eye = tl.where(c[:, None] == i[None, :], 1.0, 0.0).to(DTYPE)
+    T = product(eye, eye, tl.zeros([_CHUNK, _CHUNK], tl.float32))
     for block in tl.static_range(_CHUNK // _GROUP):
-        for s in range(_GROUP):
+        for s in range(tl.minimum(rows - block * _GROUP, _GROUP)):
             j = block * _GROUP + s
             a = tl.load(system + j * _CHUNK + i)
             here = (i // _GROUP == block) & (i % _GROUP == s)
@@ -156,7 +159,7 @@ def prepare_kernel(
     system = systems + pid * (_CHUNK * _CHUNK)
     tl.store(system + r[:, None] * _CHUNK + r[None, :], tl.where(below, -(kk * factor), 0.0))
     tl.debug_barrier()  # other threads of this program read it
-    Tb = rounded(tl.trans(inverse(kk, system)), k.dtype.element_ty)
+    Tb = rounded(tl.trans(inverse(system, rows, k.dtype.element_ty)), k.dtype.element_ty)
     if inverses is not None:
         tl.store(inverses + (row * HV + hv)[:, None] * _CHUNK + r[None, :], Tb, mask=live[:, None])
     for start in range(0, V, BN):
@@ -165,14 +168,14 @@ def prepare_kernel(
         at = (row * HV + hv)[:, None] * V + col[None, :]
         values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
         values = rounded(b[:, None] * values, k.dtype.element_ty)
-        own = triangular(Tb, values, tl.zeros([_CHUNK, BN], tl.float32))
+        own = triangular(Tb, values, tl.zeros([_CHUNK, BN], tl.float32), rows)
         tl.store(u + at, narrow(own, u), mask=inside)
     for start in range(0, K, BN):
         col = start + tl.arange(0, BN)
         inside = live[:, None] & (col < K)[None, :]
         keys = tl.load(k + (row * H + h)[:, None] * K + col[None, :], mask=inside, other=0.0).to(tl.float32)
         keys = rounded(keys * on_k[:, None], k.dtype.element_ty)
-        own = triangular(Tb, keys, tl.zeros([_CHUNK, BN], tl.float32))
+        own = triangular(Tb, keys, tl.zeros([_CHUNK, BN], tl.float32), rows)
         tl.store(w + (row * HV + hv)[:, None] * K + col[None, :], narrow(own, w), mask=inside)
 
 
@@ -280,7 +283,7 @@ def output_kernel(
     p = tl.where(r[:, None] >= r[None, :], p, 0.0)
     at_v = (row * HV + hv)[:, None] * V + i_v[None, :]
     values = tl.load(v_new + at_v, mask=by_v, other=0.0)
-    acc = triangular(rounded(p, q.dtype.element_ty), values, acc)
+    acc = triangular(rounded(p, q.dtype.element_ty), values, acc, rows)
     tl.store(o + at_v, narrow(acc * scale, o), mask=by_v)
 
 
