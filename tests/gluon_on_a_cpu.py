@@ -237,7 +237,8 @@ class Device:
             return made
 
         return SimpleNamespace(
-            to_tensor=array, num_programs=lambda axis: array(self.programs),
+            to_tensor=lambda x: array(F32(x) if isinstance(x, float) else x),
+            num_programs=lambda axis: array(self.programs),
             program_id=lambda axis: array(self.mine.places[axis], np.int32),
             static_range=range, constexpr=None,
             minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),

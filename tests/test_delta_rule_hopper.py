@@ -71,8 +71,8 @@ class Exact:
 
 
 class Walked(Device):
-    def __init__(self, programs: int) -> None:
-        super().__init__(Exact, programs)
+    def __init__(self, programs: int, arithmetic: Any = Exact) -> None:
+        super().__init__(arithmetic, programs)
         self.stores = threading.local()
 
     def language(self) -> Any:

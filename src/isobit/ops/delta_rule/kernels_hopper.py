@@ -72,6 +72,10 @@ STAGES = {64: 4, 128: 3, 256: 1}
 #: programs it was 100 and 89, with 112 124 and 127 (2026-11). Affects the schedule only.
 STAGES_OF_MANY = {64: 4, 128: 2, 256: 1}
 
+#: Both for the recurrence forwards, whose stages have three tiles instead of five: as many as fit with a
+#: state, and with the two states of several items per program.
+STAGES_FORWARD, STAGES_OF_MANY_FORWARD = {64: 4, 128: 4, 256: 2}, {64: 4, 128: 3, 256: 2}
+
 #: Bytes of shared memory per program, and those of them that barriers and alignment may take.
 SHARED_BYTES, BARRIER_BYTES = 227 * 1024, 1024
 
@@ -83,7 +87,7 @@ ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _clear(one, other, left):
+def clear_rows(one, other, left):
     """Zeros the rows of two tiles that belong to another sequence."""
     token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, BY_ROWS)), 1)
     one.store(gl.where(token < left, one.load(BY_ROWS), 0.0))
@@ -118,7 +122,7 @@ def _arrived(ring, stage, phase, WHOLE: gl.constexpr):
     if not WHOLE:
         left = gl.max(ring.left.index(stage).load(ONE_OF_FOUR), 0)
         if left < CHUNK:
-            _clear(ring.q.index(stage), ring.do.index(stage), left)
+            clear_rows(ring.q.index(stage), ring.do.index(stage), left)
 
 
 @gluon.jit
@@ -160,8 +164,8 @@ def _chunk(
     narrow = E.to(DTYPE)
     mbarrier.wait(ring.ready.index(2 * stage + KVW), phase)
     if LAST:
-        _clear(k, w, left)
-        _clear(dv, dv, left)
+        clear_rows(k, w, left)
+        clear_rows(dv, dv, left)
     if not AHEAD:
         if ring.HAS_G or ring.HAS_GK:
             E = E * ring.decay.index(stage).load(OF_STATE)
@@ -215,7 +219,7 @@ def _consume(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexp
         item = items.item(t)
         E = gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE)
         if out.HAS_DHT:
-            E = out.take_last(item_turn, OF_STATE)
+            E = out.take_given(item_turn, OF_STATE)
         full = item.tokens // CHUNK
         left = item.tokens - full * CHUNK
         if left > 0:
@@ -236,7 +240,7 @@ def _consume(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexp
                     LAST=False, FIRST=True,
                 )  # fmt: skip
         if out.HAS_DH0:
-            out.put_first(E, item_turn, turns.dh, turns.dv2)
+            out.put_final(E, item_turn, turns.dh, turns.dv2)
         item_turn = item_turn ^ 1
     if AHEAD:
         P = warpgroup_mma_wait(0, deps=(P,))
@@ -250,9 +254,11 @@ def dhu_kernel(
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED)
-    ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK)
-    out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, SEPARATE)
+    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, True, False)
+    ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK, False)
+    out = Out.create(
+        dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, SEPARATE, False
+    )
     if HAS_G or HAS_GK:
         gl.warp_specialize(
             [(_consume, (items, ring, out, scale, OF_STATE, AHEAD)),
@@ -285,15 +291,15 @@ def why_not(args: dict[str, Any]) -> str | None:
     return None
 
 
-def _placed(t: Tensor) -> Tensor:
+def placed(t: Tensor) -> Tensor:
     """A tensor as it is, or a copy if TMA cannot read it in place."""
     t = t.contiguous()
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows_of(t: Tensor) -> Tensor:
     """[B, T, heads, columns] as the matrix [B T, heads columns] for TMA."""
-    return _placed(t).view(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
+    return placed(t).view(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
 
 
 class Buffers(NamedTuple):
@@ -303,12 +309,14 @@ class Buffers(NamedTuple):
     states: int  # how many of dht and dh0 there are
     has_g: bool = False
     has_gk: bool = False
+    forward: bool = False
 
     def nbytes(self, stages: int, separate: bool) -> int:
         """`separate`: dht and dh0 have buffers of their own. Otherwise one buffer for a state is shared by
         these two, dh and dv2."""
-        tiles = stages * 64 * (3 * self.K + 2 * 64) * 2  # q, k, w; do, dv
-        gates = stages * (2 * 64 * self.has_g + (self.K if self.has_gk else 1)) * 4
+        wide, slim = (2, 1) if self.forward else (3, 2)  # k, w and u; or q, k, w and do, dv
+        tiles = stages * 64 * (wide * self.K + slim * 64) * 2
+        gates = stages * (slim * 64 * self.has_g + (self.K if self.has_gk else 1)) * 4
         outputs, state = 64 * (self.K + 64) * 2, 64 * self.K * 4
         if separate:
             outputs += self.states * state
@@ -319,9 +327,10 @@ class Buffers(NamedTuple):
 
 def stages_of(buffers: Buffers, items: int, sms: int) -> int:
     """Stages of the ring, for so many items of 64 columns."""
-    stages = (STAGES_OF_MANY if 5 * sms <= 6 * items else STAGES)[buffers.K]
+    few, many = (STAGES_FORWARD, STAGES_OF_MANY_FORWARD) if buffers.forward else (STAGES, STAGES_OF_MANY)
+    stages = (many if 5 * sms <= 6 * items else few)[buffers.K]
     if buffers.nbytes(stages, separate=buffers.states == 0) > SHARED_BYTES:
-        stages = STAGES_OF_MANY[buffers.K]
+        stages = many[buffers.K]
     return stages
 
 
@@ -337,13 +346,13 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     HV, V = args["dv"].shape[2:]
     dh, dh0, dv2, S = outputs(args)
     g, gk = (None if args[name] is None else args[name].contiguous() for name in ("g", "gk"))
-    dht = None if args["dht"] is None else _placed(args["dht"].float())
+    dht = None if args["dht"] is None else placed(args["dht"].float())
     if B * T == 0:
         if dh0 is not None:
             dh0.zero_() if dht is None else dh0.copy_(dht)
         return dh, dh0, dv2
     v_first, bounds = args["state_v_first"], args["cu_seqlens"]
-    q, k, w, do, dv = (_rows(args[name]) for name in ("q", "k", "w", "do", "dv"))
+    q, k, w, do, dv = (rows_of(args[name]) for name in ("q", "k", "w", "do", "dv"))
     # dh may be empty, and invalid bounds may still name a chunk. Its store must not go into an input.
     flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv2.view(dv.shape)
     box = (64, K) if v_first else (K, 64)

@@ -1,5 +1,10 @@
-"""Everything around the consumer warpgroup of `kernels_hopper`: work items, loads of tiles and gates, stores
-of results. Each kind of traffic has its own warp, which waits for its own barriers only."""
+"""Everything around the consumer warpgroup: work items, loads of tiles and gates, stores of results. Each
+kind of traffic has its own warp, which waits for its own barriers only.
+
+Names are those of the recurrence backwards (`kernels_hopper`). The recurrence forwards (`gated_delta_rule`)
+goes from a sequence's first chunk to its last, and has no q and do: its dv is u, its dh, dv2, dht and dh0 are
+the states h, the new values, the initial state and the final one. FORWARD says which of them it is.
+"""
 
 from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
@@ -56,10 +61,19 @@ class Items:
     V: gl.tensor
     chunks: gl.tensor  # that dh has room for, if sequences are packed
     PACKED: gl.constexpr
+    OFFSETS: gl.constexpr  # whether there are offsets; else sequence n has the chunks from first // 64 + n on
+    FORWARD: gl.constexpr
 
     @gluon.jit
     def count(self):
         return self.S * self.HV * (self.V // COLUMNS)
+
+    @gluon.jit
+    def chunk(self, i, chunks):
+        """The i-th of so many chunks, in the order of the recurrence."""
+        if not self.FORWARD:
+            i = chunks - 1 - i
+        return i
 
     @gluon.jit
     def item(self, t):
@@ -77,7 +91,10 @@ class Items:
             first = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n), 0), self.T).to(gl.int32)
             end = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n + 1), first), self.T).to(gl.int32)
             tokens = end - first
-            chunk = gl.minimum(gl.maximum(gl.load(self.offsets + n), 0), self.chunks).to(gl.int32)
+            chunk = first // CHUNK + n
+            if self.OFFSETS:
+                chunk = gl.load(self.offsets + n)
+            chunk = gl.minimum(gl.maximum(chunk, 0), self.chunks).to(gl.int32)
         return Item(n, hv, column, first, tokens, chunk)
 
 
@@ -98,7 +115,7 @@ class Ring:
     do: gl.shared_memory_descriptor
     dv: gl.shared_memory_descriptor
     of_do: gl.shared_memory_descriptor  # [1, 64]: -scale 2^g
-    of_x: gl.shared_memory_descriptor  # [1, 64]: -2^(g[last] - g)
+    of_x: gl.shared_memory_descriptor  # [1, 64]: -2^(g[last] - g); FORWARD without the sign
     decay: gl.shared_memory_descriptor  # [1, K], or [1, 1] without gk
     left: gl.shared_memory_descriptor  # [1]: tokens of the chunk
     ready: gl.shared_memory_descriptor
@@ -107,25 +124,30 @@ class Ring:
     STAGES: gl.constexpr
     HAS_G: gl.constexpr
     HAS_GK: gl.constexpr
+    FORWARD: gl.constexpr
 
     @gluon.jit
     def create(
-        q_desc, k_desc, w_desc, do_desc, dv_desc,
-        K: gl.constexpr, STAGES: gl.constexpr, HAS_G: gl.constexpr, HAS_GK: gl.constexpr,
+        q_desc, k_desc, w_desc, do_desc, dv_desc, K: gl.constexpr, STAGES: gl.constexpr,
+        HAS_G: gl.constexpr, HAS_GK: gl.constexpr, FORWARD: gl.constexpr,
     ):  # fmt: skip
-        wide: gl.constexpr = [STAGES] + q_desc.block_type.shape
-        slim: gl.constexpr = [STAGES] + do_desc.block_type.shape
-        q = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
-        k = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
-        w = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
-        do = gl.allocate_shared_memory(q_desc.dtype, slim, do_desc.layout)
-        dv = gl.allocate_shared_memory(q_desc.dtype, slim, do_desc.layout)
-        of_do = q  # unused without gates
-        of_x = q
-        decay = q
+        wide: gl.constexpr = [STAGES] + k_desc.block_type.shape
+        slim: gl.constexpr = [STAGES] + dv_desc.block_type.shape
+        k = gl.allocate_shared_memory(k_desc.dtype, wide, k_desc.layout)
+        w = gl.allocate_shared_memory(k_desc.dtype, wide, k_desc.layout)
+        dv = gl.allocate_shared_memory(k_desc.dtype, slim, dv_desc.layout)
+        q = k  # unused forwards
+        do = dv
+        if not FORWARD:
+            q = gl.allocate_shared_memory(k_desc.dtype, wide, k_desc.layout)
+            do = gl.allocate_shared_memory(k_desc.dtype, slim, dv_desc.layout)
+        of_do = k  # unused without gates
+        of_x = k
+        decay = k
         if HAS_G:
-            of_do = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
             of_x = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
+            if not FORWARD:
+                of_do = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
         if HAS_G or HAS_GK:
             decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K if HAS_GK else 1], PLAIN)
         left = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)
@@ -139,15 +161,15 @@ class Ring:
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return Ring(
             q_desc, k_desc, w_desc, do_desc, dv_desc, q, k, w, do, dv, of_do, of_x, decay, left, ready, empty,
-            K, STAGES, HAS_G, HAS_GK,
+            K, STAGES, HAS_G, HAS_GK, FORWARD,
         )  # fmt: skip
 
 
 @gluon.jit
 def load_chunks(items, ring):
     """The producer of tiles: those of every chunk, as soon as a stage is free."""
-    WIDE: gl.constexpr = ring.q_desc.block_type.nbytes
-    SLIM: gl.constexpr = ring.do_desc.block_type.nbytes
+    WIDE: gl.constexpr = ring.k_desc.block_type.nbytes
+    SLIM: gl.constexpr = ring.dv_desc.block_type.nbytes
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
@@ -155,14 +177,15 @@ def load_chunks(items, ring):
         by_k, by_v = item.head // items.group * ring.K, item.head * items.V + item.column
         chunks = gl.cdiv(item.tokens, CHUNK)
         for i in range(chunks):
-            start = (chunks - 1 - i) * CHUNK
+            start = items.chunk(i, chunks) * CHUNK
             row = item.token + start
-            bar = ring.ready.index(2 * stage + QDO)
-            mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
-            ring.left.index(stage).store(gl.full((1,), 0, gl.int32, ONE_EACH) + (item.tokens - start))
-            mbarrier.expect(bar, WIDE + SLIM)
-            tma_load(ring.do_desc, [row, by_v], bar, ring.do.index(stage))
-            tma_load(ring.q_desc, [row, by_k], bar, ring.q.index(stage))
+            if not ring.FORWARD:
+                bar = ring.ready.index(2 * stage + QDO)
+                mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+                ring.left.index(stage).store(gl.full((1,), 0, gl.int32, ONE_EACH) + (item.tokens - start))
+                mbarrier.expect(bar, WIDE + SLIM)
+                tma_load(ring.do_desc, [row, by_v], bar, ring.do.index(stage))
+                tma_load(ring.q_desc, [row, by_k], bar, ring.q.index(stage))
             bar = ring.ready.index(2 * stage + KVW)
             mbarrier.wait(ring.empty.index(2 * stage + KVW), phase)
             mbarrier.expect(bar, 2 * WIDE + SLIM)
@@ -170,11 +193,12 @@ def load_chunks(items, ring):
             tma_load(ring.dv_desc, [row, by_v], bar, ring.dv.index(stage))
             tma_load(ring.w_desc, [row, item.head * ring.K], bar, ring.w.index(stage))
             stage, phase = after(stage, phase, ring.STAGES)
-    # The consumer starts the product of q and do of a chunk before it finishes the previous one, and so also
-    # after the last chunk. The result of that one is not used.
-    mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
-    ring.left.index(stage).store(gl.full((1,), 64, gl.int32, ONE_EACH))
-    mbarrier.arrive(ring.ready.index(2 * stage + QDO))
+    if not ring.FORWARD:
+        # The consumer starts the product of q and do of a chunk before it finishes the previous one, and so
+        # also after the last chunk. The result of that one is not used.
+        mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+        ring.left.index(stage).store(gl.full((1,), 64, gl.int32, ONE_EACH))
+        mbarrier.arrive(ring.ready.index(2 * stage + QDO))
 
 
 @gluon.jit
@@ -190,7 +214,7 @@ def load_gates(items, ring, g, gk, scale, unit):
         item = items.item(t)
         chunks = gl.cdiv(item.tokens, CHUNK)
         for i in range(chunks):
-            start = (chunks - 1 - i) * CHUNK
+            start = items.chunk(i, chunks) * CHUNK
             left = gl.minimum(item.tokens - start, CHUNK)
             at = (item.token + start).to(gl.int64) * items.HV + item.head
             last = at + (left - 1).to(gl.int64) * items.HV
@@ -201,19 +225,22 @@ def load_gates(items, ring, g, gk, scale, unit):
                 live = token < left
                 each = gl.load(g + at + token.to(gl.int64) * items.HV, mask=live, other=0.0) * unit
                 g_last = gl.load(g + last) * unit
-                mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
-                ring.of_do.index(stage).store(gl.where(live, gl.exp2(each) * -scale, 0.0))
-                mbarrier.arrive(ring.ready.index(2 * stage + QDO))
+                of_x = gl.exp2(g_last - each)
+                if not ring.FORWARD:
+                    of_x = -of_x
+                    mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+                    ring.of_do.index(stage).store(gl.where(live, gl.exp2(each) * -scale, 0.0))
+                    mbarrier.arrive(ring.ready.index(2 * stage + QDO))
             mbarrier.wait(ring.empty.index(2 * stage + KVW), phase)
             if ring.HAS_G:
-                ring.of_x.index(stage).store(gl.where(live, -gl.exp2(g_last - each), 0.0))
+                ring.of_x.index(stage).store(gl.where(live, of_x, 0.0))
             if ring.HAS_GK:
                 ring.decay.index(stage).store(gl.exp2(of_k + g_last))
             else:
                 ring.decay.index(stage).store(gl.full((1, 1), 1.0, gl.float32, ALONG_CHUNK) * gl.exp2(g_last))
             mbarrier.arrive(ring.ready.index(2 * stage + KVW))
             stage, phase = after(stage, phase, ring.STAGES)
-    if ring.HAS_G:
+    if ring.HAS_G and not ring.FORWARD:
         mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
         mbarrier.arrive(ring.ready.index(2 * stage + QDO))
 
@@ -230,7 +257,13 @@ class Out:
 
     SEPARATE: each of these states has a buffer of its own. Then dht of an item is loaded, and dh0 of an item
     is stored, while the consumer is at another item. Otherwise there is one buffer for a state in fp32. The
-    buffers of dh and dv2 are parts of it, and the consumer waits for the load and for the store."""
+    buffers of dh and dv2 are parts of it, and the consumer waits for the load and for the store.
+
+    Backwards the consumer carries E = -D, so states change sign on their way in and out.
+
+    `ended`: FORWARD, unless SEPARATE, all dh of an item are stored. A barrier tells only odd phases from even
+    ones. Backwards the warp that loads dht is at most one store of dh behind. Forwards the last chunk of an
+    item has no dv2 to store if it is short, so it may be two behind."""
 
     dh_desc: tma.tensor_descriptor
     dv2_desc: tma.tensor_descriptor
@@ -244,17 +277,19 @@ class Out:
     free: gl.shared_memory_descriptor
     given: gl.shared_memory_descriptor
     taken: gl.shared_memory_descriptor
+    ended: gl.shared_memory_descriptor
     dv2_at: gl.tensor
     V_FIRST: gl.constexpr
     HAS_DHT: gl.constexpr
     HAS_DH0: gl.constexpr
     SEPARATE: gl.constexpr
+    FORWARD: gl.constexpr
 
     @gluon.jit
     def create(
         dh_desc, dv2_desc, dht_desc, dh0_desc, dv2_at,
         K: gl.constexpr, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-        SEPARATE: gl.constexpr,
+        SEPARATE: gl.constexpr, FORWARD: gl.constexpr,
     ):  # fmt: skip
         of_dh: gl.constexpr = dh_desc.block_type.shape
         of_dv2: gl.constexpr = dv2_desc.block_type.shape
@@ -281,15 +316,19 @@ class Out:
             mbarrier.init(free.index(i), count=1)
         given = full  # unused without dht
         taken = free
+        ended = free
         if HAS_DHT:
             given = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
             taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
             mbarrier.init(given.index(0), count=1)
             mbarrier.init(taken.index(0), count=1)
+            if FORWARD and not SEPARATE:
+                ended = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+                mbarrier.init(ended.index(0), count=1)
             fence_async_shared()
         return Out(
-            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, dht, dh0, full, free, given, taken, dv2_at,
-            V_FIRST, HAS_DHT, HAS_DH0, SEPARATE,
+            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, dht, dh0, full, free, given, taken, ended, dv2_at,
+            V_FIRST, HAS_DHT, HAS_DH0, SEPARATE, FORWARD,
         )  # fmt: skip
 
     @gluon.jit
@@ -300,30 +339,43 @@ class Out:
         return buffer
 
     @gluon.jit
-    def take_last(self, turn, OF_STATE: gl.constexpr):
-        """E = -dht of an item."""
+    def signed(self, state):
+        if not self.FORWARD:
+            state = -state
+        return state
+
+    @gluon.jit
+    def take_given(self, turn, OF_STATE: gl.constexpr):
+        """The state that an item begins with: E = -dht."""
         mbarrier.wait(self.given.index(0), turn)
         dht = self.of_consumer(self.dht).load(OF_STATE)
         mbarrier.arrive(self.taken.index(0))
-        return -dht
+        return self.signed(dht)
 
     @gluon.jit
     def put_state(self, E, turn):
         """dh = -E of a chunk."""
         mbarrier.wait(self.free.index(DH), turn ^ 1)
-        self.of_consumer(self.dh).store(-E)
+        self.of_consumer(self.dh).store(self.signed(E))
         mbarrier.arrive(self.full.index(DH))
 
     @gluon.jit
-    def put_first(self, E, turn, dh_turn, dv_turn):
-        """dh0 = -E of an item. Unless buffers are SEPARATE it returns when dh0 is stored: the next dh takes
-        its place."""
+    def end(self, dh_turn):
+        """Tell that all dh of an item are stored, FORWARD."""
+        if self.HAS_DHT and not self.SEPARATE:
+            mbarrier.wait(self.free.index(DH), dh_turn ^ 1)
+            mbarrier.arrive(self.ended.index(0))
+
+    @gluon.jit
+    def put_final(self, E, turn, dh_turn, dv_turn):
+        """The state that an item ends with: dh0 = -E. Unless buffers are SEPARATE it returns when dh0 is
+        stored: the next dh takes its place."""
         if self.SEPARATE:
             mbarrier.wait(self.free.index(DH0), turn ^ 1)
         else:
             mbarrier.wait(self.free.index(DH), dh_turn ^ 1)
             mbarrier.wait(self.free.index(DV2), dv_turn ^ 1)
-        self.of_consumer(self.dh0).store(-E)
+        self.of_consumer(self.dh0).store(self.signed(E))
         mbarrier.arrive(self.full.index(DH0))
         if not self.SEPARATE:
             mbarrier.wait(self.free.index(DH0), turn)
@@ -371,13 +423,13 @@ def store_states(items, out, K: gl.constexpr):
         item = items.item(t)
         chunks = gl.cdiv(item.tokens, CHUNK)
         for i in range(chunks):
-            state = (item.chunk + chunks - 1 - i) * items.HV + item.head
+            state = (item.chunk + items.chunk(i, chunks)) * items.HV + item.head
             row, left = _corner(items, state, item.column, K, out.V_FIRST)
             turn = _store(out, out.dh_desc, row, left, out.dh, turn, DH)
 
 
 @gluon.jit
-def _load_last(items, out, t, K: gl.constexpr):
+def _load_given(items, out, t, K: gl.constexpr):
     """Start the load of dht of item t, if there is such an item."""
     if t < items.count():
         item = items.item(t)
@@ -393,20 +445,23 @@ def store_rows(items, out, K: gl.constexpr):
     dh_turn = gl.to_tensor(0)
     item_turn = gl.to_tensor(0)
     if out.HAS_DHT and out.SEPARATE:
-        _load_last(items, out, gl.program_id(0), K)
+        _load_given(items, out, gl.program_id(0), K)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
         item = items.item(t)
         full = item.tokens // CHUNK
         if out.HAS_DHT:
-            if not out.SEPARATE:
-                mbarrier.wait(out.free.index(DH), dh_turn ^ 1)  # dh of the previous item is stored
-                dh_turn = dh_turn ^ (gl.cdiv(item.tokens, CHUNK) & 1)
-                _load_last(items, out, t, K)
+            if not out.SEPARATE:  # when dh of the previous item is stored
+                if out.FORWARD:
+                    mbarrier.wait(out.ended.index(0), item_turn ^ 1)
+                else:
+                    mbarrier.wait(out.free.index(DH), dh_turn ^ 1)
+                    dh_turn = dh_turn ^ (gl.cdiv(item.tokens, CHUNK) & 1)
+                _load_given(items, out, t, K)
             mbarrier.wait(out.taken.index(0), item_turn)
             if out.SEPARATE:
-                _load_last(items, out, t + gl.num_programs(0), K)
+                _load_given(items, out, t + gl.num_programs(0), K)
         for i in range(full):
-            start = item.token + (full - 1 - i) * CHUNK
+            start = item.token + items.chunk(i, full) * CHUNK
             turn = _store(out, out.dv2_desc, start, item.head * items.V + item.column, out.dv2, turn, DV2)
         if out.HAS_DH0:
             row, left = _corner(items, item.sequence * items.HV + item.head, item.column, K, out.V_FIRST)

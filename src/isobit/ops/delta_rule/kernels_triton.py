@@ -148,7 +148,7 @@ def chunk_offsets(args: dict[str, Any], launch: Launch) -> Tensor | None:
     offsets = torch.empty(max(S, 1), dtype=torch.int32, device=bounds.device)
     launch(
         offsets_kernel, (1,),
-        offsets, bounds.contiguous(), S, args["q"].shape[1],
+        offsets, bounds.contiguous(), S, args["k"].shape[1],
         CHUNK=args["chunk_size"], BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return offsets

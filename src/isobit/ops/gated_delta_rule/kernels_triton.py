@@ -14,6 +14,7 @@ order of one element's sum matters, the compiler may choose layouts; it may not 
 are `product`, and a row is selected by adding -0.0 to it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -288,6 +289,9 @@ def output_kernel(
 
 # Launchers
 
+#: A function like `states`.
+States = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
@@ -368,19 +372,23 @@ def states(
     return h, v_new, final
 
 
-def fwd_h(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(h, v_new, final_state) of `chunk_gated_delta_rule_fwd_h`."""
+def fwd_h(
+    launch: Launch = run, carry: States = states, **args: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(h, v_new, final_state) of `chunk_gated_delta_rule_fwd_h`. `carry` computes the states."""
     names = ("k", "w", "u", "g", "gk", "initial_state", "cu_seqlens")
     given: Any = [None if args[name] is None else args[name].contiguous() for name in names]
     chunks = -(-args["k"].shape[1] // CHUNK) if args["cu_seqlens"] is None else len(args["chunk_indices"])
-    return states(
-        *given, chunk_offsets({**args, "q": args["k"]}, launch), chunks, args["state_v_first"],
+    return carry(
+        *given, chunk_offsets(args, launch), chunks, args["state_v_first"],
         args["save_new_value"], args["output_final_state"], launch,
     )  # fmt: skip
 
 
-def gated_delta_rule(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final_state, inverse)."""
+def gated_delta_rule(
+    launch: Launch = run, carry: States = states, **args: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final_state, inverse). `carry` computes the states."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
@@ -393,7 +401,7 @@ def gated_delta_rule(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor 
     u, w, inverse = prepare(k, v, beta, g2, bounds, args["return_inverse"], launch)
     tiles, v_first = tiles_of(T, S, bounds), args["state_v_first"]
     chunks = -(-T // CHUNK) if bounds is None else tiles
-    h, v_new, final = states(
+    h, v_new, final = carry(
         k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, args["output_final_state"], launch
     )
     o = torch.empty(v.shape, dtype=q.dtype, device=v.device)

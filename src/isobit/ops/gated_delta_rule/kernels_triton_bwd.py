@@ -51,7 +51,15 @@ from isobit.kernels.triton.chain import product
 from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.ops.attention.kernels_triton import row_sums
 from isobit.ops.delta_rule import kernels_triton as portable_states
-from isobit.ops.gated_delta_rule.kernels_triton import chunk_of, gates, l2norm, states, tiles_of, why_not
+from isobit.ops.gated_delta_rule.kernels_triton import (
+    States,
+    chunk_of,
+    gates,
+    l2norm,
+    states,
+    tiles_of,
+    why_not,
+)
 from isobit.ops.gated_delta_rule.model import CHUNK, EPS
 
 __all__ = ["gated_delta_rule_bwd", "why_not"]
@@ -424,9 +432,9 @@ def dhu_of(q: Tensor, v: Tensor) -> Callable[..., Any]:
 
 
 def gated_delta_rule_bwd(
-    launch: Launch = run, dhu: Callable[..., Any] | None = None, **args: Any
+    launch: Launch = run, dhu: Callable[..., Any] | None = None, carry: States = states, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted."""
+    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted. `carry` computes the states."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "inverse", "do", "dfinal_state")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     raw_q, raw_k, v, g, beta, initial, bounds, inverse, do, dht = given
@@ -450,7 +458,7 @@ def gated_delta_rule_bwd(
     place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
     by_value_head = (tiles * HV,)
     launch(rebuild_kernel, by_value_head, k, v, g2, beta, inverse, u, w, *place, **sizes)
-    h, vn, _ = states(k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False, launch)
+    h, vn, _ = carry(k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False, launch)
 
     # From the last chunk to the first
     local = u  # of the same shape, and no longer needed

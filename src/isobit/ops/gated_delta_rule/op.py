@@ -34,7 +34,7 @@ from torch import Tensor
 
 from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
-from isobit.frame.device import arch_key, triton_cannot_run
+from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
@@ -294,6 +294,12 @@ def not_on_the_cpu(args: dict[str, Any]) -> str | None:
 
 CLASS = partial(of_this_hardware, GDR_1, GDR_1_CPU)
 
+_HOPPER: dict[str, Any] = {
+    "numerics": str(GDR_1),
+    "cannot_run": hopper_cannot_run,
+    "when": "kernels_hopper:why_not",
+    "launches": True,
+}
 _TRITON: dict[str, Any] = {
     "numerics": CLASS,
     "cannot_run": triton_cannot_run,
@@ -306,6 +312,8 @@ _MODEL: dict[str, Any] = {
     "when": "model:why_not",
     "not_by_default": not_on_the_cpu,
 }
+forward.backend("hopper", run="kernels_hopper:gated_delta_rule", **_HOPPER)
+backward.backend("hopper", run="kernels_hopper:gated_delta_rule_bwd", **_HOPPER)
 forward.backend("triton", run="kernels_triton:gated_delta_rule", **_TRITON)
 backward.backend("triton", run="kernels_triton_bwd:gated_delta_rule_bwd", **_TRITON)
 forward.backend("model", run="model:gated_delta_rule", **_MODEL)

@@ -17,11 +17,11 @@ from torch import Tensor
 from isobit.frame.backend import NONE
 from isobit.frame.call_plan import validates
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
-from isobit.frame.device import triton_cannot_run
+from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1_CPU, not_on_the_cpu
+from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, not_on_the_cpu
 
 
 def _sizes(args: dict[str, Any]) -> dict[str, int]:
@@ -222,6 +222,10 @@ states.value_rule(_sequences)
 
 # Backends, fastest first
 
+states.backend(
+    "hopper", run="kernels_hopper:fwd_h", numerics=str(GDR_1), cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not", launches=True,
+)  # fmt: skip
 states.backend(
     "triton", run="kernels_triton:fwd_h", numerics=CLASS, cannot_run=triton_cannot_run,
     when="kernels_triton:why_not", interpreted=True, launches=True,

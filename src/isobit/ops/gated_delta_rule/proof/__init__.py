@@ -1,6 +1,8 @@
 """The proofs of `gated_delta_rule` and `chunk_gated_delta_rule_fwd_h`: cases, calls that must be refused,
 memory, and kernels to compile."""
 
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -186,15 +188,17 @@ def _not_recorded(launch: Any, **args: Any) -> tuple[Tensor, Tensor | None, Tens
     return args["dv"], args["h0"], args["dv"]
 
 
-def record_states(launch: Any, dtype: torch.dtype) -> None:
-    from isobit.ops.gated_delta_rule import kernels_triton
+HOPPER = (("cuda", 90, 32),)
 
+
+def record_states(module: str, launch: Any, dtype: torch.dtype) -> None:
+    kernels = import_module(f"isobit.ops.gated_delta_rule.{module}")
     empty, dtype = _empty(F16 if dtype == F32 else dtype), F16 if dtype == F32 else dtype
     calls: list[Call] = [(128, 128, "gkh", True, True), (256, 64, "g", False, False)]
     T, H, HV = 256, 1, 2
     for K, V, mode, v_first, packed in calls if dtype == BF16 else calls[:1]:
         S = 3 if packed else 1
-        kernels_triton.fwd_h(
+        kernels.fwd_h(
             launch, k=empty(1, T, H, K), w=empty(1, T, HV, K), u=empty(1, T, HV, V),
             g=empty(1, T, HV, dtype=F32) if "g" in mode else None,
             gk=empty(1, T, HV, K, dtype=F32) if "k" in mode else None,
@@ -276,7 +280,10 @@ PROOF = Proof(
     mutants=MUTANTS,
     bad_value=descending,
     # For one target: the substitution takes seconds to compile. The states, below, are for all of them.
-    kernels={"triton": Kernels(record, targets=(("cuda", 90, 32),))},
+    kernels={
+        "triton": Kernels(record, targets=HOPPER),
+        "hopper": Kernels(partial(record_states, "kernels_hopper"), targets=HOPPER),
+    },
     rows="B S",
     batch_sizes=(1,),
     exact=exact,
@@ -322,7 +329,10 @@ STATES = Proof(
     ],
     mutants=MUTANTS_OF_STATES,
     bad_value=descending,
-    kernels={"triton": Kernels(record_states)},
+    kernels={
+        "triton": Kernels(partial(record_states, "kernels_triton")),
+        "hopper": Kernels(partial(record_states, "kernels_hopper"), targets=HOPPER),
+    },
     rows="B S",
     batch_sizes=(1,),
     exact=exact_states,

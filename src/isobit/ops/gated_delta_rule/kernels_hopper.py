@@ -1,0 +1,219 @@
+"""The states of the forward pass on Hopper: the recurrence of class gdr/1.
+
+The twin of the recurrence backwards (`ops/delta_rule/kernels_hopper`), from a sequence's first chunk to its
+last. One program carries 64 columns of a head's state, transposed, in the registers of one warpgroup, and
+both products read it or its results from there:
+
+    X   = S^T W^T      S as 16-bit numbers, W from shared memory
+    X   = u^T - X      one rounding: the new values
+    S^T = decay S^T + (X 2^(g[last] - g)) K
+
+Loads and stores are the same. Chunks of a sequence depend on one another, so the latency of a chunk decides
+the speed: nothing but these two products and the roundings between them is in its way.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run, unused
+from isobit.kernels.hopper.descriptors import descriptor, matrix
+from isobit.kernels.hopper.pipeline import (
+    PRODUCER_REGISTERS,
+    accumulator_layout,
+    after,
+    gl,
+    gluon,
+    kernel,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from isobit.ops.delta_rule.kernels_hopper import (
+    GATE_REGISTERS,
+    REGISTERS,
+    STAGES_FORWARD,
+    Buffers,
+    Turns,
+    clear_rows,
+    fits_separate_buffers,
+    placed,
+    rows_of,
+    stages_of,
+)
+from isobit.ops.delta_rule.kernels_hopper_io import (
+    CHUNK,
+    COLUMNS,
+    KVW,
+    OF_CHUNK,
+    Items,
+    Out,
+    Ring,
+    load_chunks,
+    load_gates,
+    store_rows,
+    store_states,
+)
+from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
+
+
+@gluon.jit
+def _forward(S, turns, items, item, ring, out, row, left, OF_STATE: gl.constexpr, LAST: gl.constexpr):
+    """S after a chunk, from S before it. LAST: the chunk has fewer than 64 tokens."""
+    DTYPE: gl.constexpr = ring.k_desc.dtype
+    stage, phase = turns.stage, turns.phase
+    k, u, w = ring.k.index(stage), ring.dv.index(stage), ring.w.index(stage)
+    narrow = S.to(DTYPE)
+    mbarrier.wait(ring.ready.index(2 * stage + KVW), phase)
+    if LAST:
+        clear_rows(k, w, left)
+        clear_rows(u, u, left)
+    if ring.HAS_G or ring.HAS_GK:
+        S = S * ring.decay.index(stage).load(OF_STATE)
+    X = warpgroup_mma(
+        gl.convert_layout(narrow, gl.DotOperandLayout(0, OF_CHUNK, 2)), w.permute((1, 0)),
+        gl.zeros((COLUMNS, CHUNK), gl.float32, OF_CHUNK), use_acc=False, is_async=True,
+    )  # fmt: skip
+    out.put_state(narrow, turns.dh)
+    u_turned = u.permute((1, 0)).load(OF_CHUNK).to(gl.float32)
+    X, u_turned = warpgroup_mma_wait(0, deps=(X, u_turned))
+    new = (u_turned - X).to(DTYPE)
+    gated = new
+    if ring.HAS_G:
+        gated = (new.to(gl.float32) * ring.of_x.index(stage).load(OF_CHUNK)).to(DTYPE)
+    S = warpgroup_mma(gl.convert_layout(gated, gl.DotOperandLayout(0, OF_STATE, 2)), k, S, is_async=True)
+    out.put_rows(items, item, new, turns.dv2, row, left, LAST)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    mbarrier.arrive(ring.empty.index(2 * stage + KVW))
+    next_stage, next_phase = after(stage, phase, ring.STAGES)
+    row_turn = turns.dv2
+    if not LAST:
+        row_turn = row_turn ^ 1
+    return S, Turns(next_stage, next_phase, turns.dh ^ 1, row_turn)
+
+
+@gluon.jit
+def _consume_forward(items, ring, out, OF_STATE: gl.constexpr):
+    """The consumer: every item from its first chunk to its last."""
+    turns = Turns(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    item_turn = gl.to_tensor(0)
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        item = items.item(t)
+        S = gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE)
+        if out.HAS_DHT:
+            S = out.take_given(item_turn, OF_STATE)
+        full = item.tokens // CHUNK
+        left = item.tokens - full * CHUNK
+        for _ in range(full):
+            S, turns = _forward(
+                S, turns, items, item, ring, out, item.token, CHUNK, OF_STATE, LAST=False
+            )  # fmt: skip
+        if left > 0:
+            S, turns = _forward(
+                S, turns, items, item, ring, out, item.token + full * CHUNK, left, OF_STATE, LAST=True
+            )  # fmt: skip
+        if out.HAS_DH0:
+            out.put_final(S, item_turn, turns.dh, turns.dv2)
+        out.end(turns.dh)
+        item_turn = item_turn ^ 1
+
+
+@kernel
+def states_kernel(
+    new, g, gk, cu_seqlens, offsets, unit, T, S, HV, group, V, chunks,
+    k_desc, w_desc, u_desc, h_desc, new_desc, initial_desc, final_desc,
+    K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
+    HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, OFFSETS: gl.constexpr,
+):  # fmt: skip
+    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, OFFSETS, True)
+    ring = Ring.create(k_desc, k_desc, w_desc, u_desc, u_desc, K, STAGES, HAS_G, HAS_GK, True)
+    out = Out.create(
+        h_desc, new_desc, initial_desc, final_desc, new, K, V_FIRST, HAS_INITIAL, HAS_FINAL, SEPARATE, True
+    )
+    if HAS_G or HAS_GK:
+        gl.warp_specialize(
+            [(_consume_forward, (items, ring, out, OF_STATE)),
+             (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K)),
+             (load_gates, (items, ring, g, gk, unit, unit))],
+            [1, 1, 1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_consume_forward, (items, ring, out, OF_STATE)),
+             (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K))],
+            [1, 1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+# Launchers
+
+
+def why_not(args: dict[str, Any]) -> str | None:
+    """Why this kernel cannot serve a call, or None."""
+    dtype, K, V = args["k"].dtype, args["k"].shape[-1], args["v" if "v" in args else "u"].shape[-1]
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "tensor cores take bf16 and fp16"
+    if K not in STAGES_FORWARD:
+        return f"K={K}; its states have 64, 128 or 256 rows"
+    if V % 64:
+        return f"V={V}; a program carries 64 columns of the state"
+    return None
+
+
+def states(
+    k: Tensor, w: Tensor, u: Tensor, g: Tensor | None, gk: Tensor | None, initial: Tensor | None,
+    cu_seqlens: Tensor | None, offsets: Tensor | None, chunks: int, v_first: bool, want_values: bool,
+    want_final: bool, launch: Launch = run, sms: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(h [B, chunks, HV, K, V], v_new, final), those that are wanted. `sms`: the SMs to make a schedule for;
+    0: those of the device."""
+    B, T, HV, V = u.shape
+    H, K = k.shape[2:]
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    state = (HV, V, K) if v_first else (HV, K, V)
+    h = torch.empty((B, chunks, *state), dtype=k.dtype, device=k.device)
+    new = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    final = torch.empty((S, *state), dtype=torch.float32, device=k.device) if want_final else None
+    initial = None if initial is None else placed(initial.float())
+    if B * T == 0:
+        if final is not None:
+            final.zero_() if initial is None else final.copy_(initial)
+        return h, new if want_values else None, final
+    keys, ws, us = (rows_of(t) for t in (k, w, u))
+    # h may be empty, and invalid bounds may still name a chunk. Its store must not go into an input.
+    flat = h.view(-1, h.shape[-1]) if h.numel() else new.view(us.shape)
+    box = (64, K) if v_first else (K, 64)
+    h_desc = descriptor(matrix(flat), *box)
+    # Descriptors of the two states; where one is missing the kernel does not use its descriptor.
+    ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (initial, final) if t is not None] or [h_desc]
+    items, sms = S * HV * (V // 64), sms or sm_count(new.device)
+    count = (initial is not None) + (final is not None)
+    buffers = Buffers(K, count, has_g=g is not None, has_gk=gk is not None, forward=True)
+    stages = stages_of(buffers, items, sms)
+    launch(
+        states_kernel, (min(items, sms),),
+        new,
+        unused(new) if g is None else g,
+        unused(new) if gk is None else gk,
+        unused(new) if cu_seqlens is None else cu_seqlens,
+        unused(new) if offsets is None else offsets,
+        1.0, T, S, HV, HV // H, V, chunks,
+        *(descriptor(matrix(t), 64, K) for t in (keys, ws)),
+        descriptor(matrix(us), 64, 64),
+        h_desc, descriptor(matrix(new.view(us.shape)), 64, 64), ends[0], ends[-1],
+        K=K, STAGES=stages, OF_STATE=accumulator_layout(K), PACKED=cu_seqlens is not None,
+        HAS_G=g is not None, HAS_GK=gk is not None, HAS_INITIAL=initial is not None,
+        HAS_FINAL=final is not None, V_FIRST=v_first, SEPARATE=fits_separate_buffers(buffers, stages),
+        OFFSETS=offsets is not None, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return h, new if want_values else None, final
+
+
+#: The rest is Triton's.
+fwd_h = partial(kernels_triton.fwd_h, carry=states)
+gated_delta_rule = partial(kernels_triton.gated_delta_rule, carry=states)
+gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, carry=states)
