@@ -8,9 +8,10 @@ Most of the time of a small kernel there is not spent in the kernel.
 - Dtypes: a table of NumPy's is built for every value, the promotion of two dtypes is computed for every
   operation, and the size of every result is compared with its dtype's. Here: once for each dtype.
 - Shapes are unwrapped, checked, wrapped again and formatted for every value. Here: once for every shape; and
-  values of one shape are not broadcast to it.
-- Operands: those of one type are checked, cast and broadcast for nothing. Here: they are not. A number is made
-  a tensor, then one of the other operand's dtype, then of its shape. Here: once for every number and type.
+  values of one shape are not broadcast to it, and others are by strides.
+- Operands: those of one type are checked, cast and broadcast for nothing. Here: they are not. A number is
+  made a tensor, then one of the other operand's dtype, then of its shape. Here: once for every number and
+  type.
 - bfloat16 is split into sign, exponent and significand, and put together again. Here: shifted by 16 bits,
   which is the same unless there is a subnormal.
 - Overflow: every sum and product of integers is computed again in int64 and compared with the range, for an
@@ -55,7 +56,7 @@ def quick_interpreter() -> Iterator[None]:
     if not triton_is_interpreted():
         yield
         return
-    ways = (
+    ways: tuple[Callable[[Any], Any], ...] = (
         _language_patched_once, _dtypes_looked_up, _promotions_known, _block_types_known, _tensors_known,
         _plain_values_as_they_are, _shapes_fitted, _bfloat16_shifted, _overflow_when_it_is_said,
         _operands_of_one_type_as_they_are, _one_dtype_as_it_is, _sizes_known,
