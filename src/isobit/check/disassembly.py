@@ -27,7 +27,7 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
     if not parts:
         return ["" for _ in cubins]
     lines = _ran(["-b", _TARGET], b"".join(code for _, _, code in parts)).splitlines()
-    found: list[list[str]] = [[] for _ in cubins]
+    texts: list[list[str]] = [[] for _ in cubins]
     start, at = 0, 0
     for which, name, code in parts:
         end, own = start + len(code), list[tuple[int, str]]()
@@ -38,9 +38,9 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
             if match is not None:
                 own.append((address - start, lines[at]))
             at += 1
-        found[which] += [f"{name}:", *_labelled(own, start)]
+        texts[which] += [f"{name}:", *_labelled(own, start)]
         start = end
-    whole = ["\n".join(each) for each in found]
+    whole = ["\n".join(each) for each in texts]
     return [
         _ran(["-c"], cubin) if _INDIRECT.search(text) else text
         for cubin, text in zip(cubins, whole, strict=True)
@@ -64,9 +64,9 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
     """The sections with code of an ELF file of 64 bits: name and content."""
     (headers,) = struct.unpack_from("<Q", cubin, 40)
     count, names = struct.unpack_from("<HH", cubin, 60)
-    found = [struct.unpack_from("<IIQQQQ", cubin, headers + 64 * i) for i in range(count)]
-    text = found[names][4]
-    for name_at, _, _, _, offset, size in found:
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + 64 * i) for i in range(count)]
+    text = sections[names][4]
+    for name_at, _, _, _, offset, size in sections:
         name = cubin[text + name_at : cubin.index(b"\0", text + name_at)].decode()
         if name.startswith(".text."):
             yield name, cubin[offset : offset + size]

@@ -309,15 +309,15 @@ def _operands_of_one_type_as_they_are(own: Callable[..., Any]) -> Callable[..., 
             data, ty = numbers[key]
             made = tl.tensor(interpreter.TensorHandle(data, ty.scalar), ty)
             return (lhs, made) if block is lhs else (made, rhs)
-        found = own(self, lhs, rhs, *flags)
-        same, made = found if block is lhs else reversed(found)
+        both = own(self, lhs, rhs, *flags)
+        same, made = both if block is lhs else reversed(both)
         # Of numbers that are equal only 0.0 and -0.0 differ.
         if same is block and (number != 0 or type(number) is int):
             if len(numbers) >= KEPT:
                 numbers.clear()
             made.handle.data.setflags(write=False)  # it is shared from now on
             numbers[key] = made.handle.data, made.type
-        return found
+        return both
 
     return operands
 
