@@ -44,10 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that the run does not wait for one of them in the end. Last what waits for
     the check, and what needs the kernels of the first file: at the same time, two processes would compile
     each of them twice."""
-    first = ("test_replay.py", "test_hopper_pieces.py", "test_workers.py", "test_zero_drift.py")
-    first += ("test_wrong_candidates.py", "test_repo.py", "test_site_browser.py", *PARITY)
+    first = ("test_replay.py", *PARITY, "test_hopper_pieces.py", "test_repo.py", "test_workers.py")
+    first += ("test_zero_drift.py", "test_site_browser.py", "test_wrong_candidates.py")
     last = ("test_ops.py", "test_replay_ops.py")
-    items.sort(key=lambda item: (item.path.name in last) - (item.path.name in first))
+    place = {name: at - len(first) for at, name in enumerate(first)} | dict.fromkeys(last, 1)
+    items.sort(key=lambda item: place.get(item.path.name, 0))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

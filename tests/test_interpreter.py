@@ -51,6 +51,26 @@ def shaped(x, out, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def numbers(x, out, BLOCK: tl.constexpr):
+    """Numbers of every kind on both sides: zeros of both signs, wider ones than the tensor, twice each. A
+    shift changes the dtype of what it is given, which the next use of the same number must not see."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at).to(tl.float32)
+    total = value * 0.0 + value * -0.0 + (0.0 - value) + (1 / (value + 9.5)) + 2.5 * value
+    bits = at.to(tl.uint32, bitcast=True)
+    for step in range(2):
+        signed, unsigned = (at - 20) >> 2, bits >> 2
+        total += (signed + 2).to(tl.float32) + (unsigned * 2 + (bits + 2) // 2).to(tl.float32)
+        total += (at.to(tl.int64) * 3 + step).to(tl.float32) + tl.where(at % 2 == 0, 1.0, -0.0)
+        total = tl.maximum(total, -1e30) + (2 - at) + (at < 3).to(tl.float32)
+    rows = total[:, None] + tl.zeros((1, BLOCK), tl.float32)
+    rows += tl.trans(rows) * total[None, :] + tl.sum(total, 0)
+    tl.store(out + at[:, None] * BLOCK + at[None, :], 1.0 / rows)
+    signs = tl.where(at == 0, value * 0 * 0.0, value * 0 * -0.0)
+    tl.store(out + BLOCK * BLOCK + at, signs.to(tl.int32, bitcast=True).to(tl.float32))
+
+
+@triton.jit
 def there_and_back(x, wide, narrow, BLOCK: tl.constexpr):
     """bf16 as fp32, and fp32 as bf16."""
     at = tl.arange(0, BLOCK)
@@ -101,7 +121,9 @@ def results() -> list[list[float]]:
     mixed[(4,)](x, out, sums, 90, BLOCK=32)
     square = torch.zeros(16, 16)
     shaped[(1,)](x, square, BLOCK=16)
-    return [out.tolist(), sums.tolist(), square.flatten().tolist()]
+    many = torch.zeros(17 * 16)
+    numbers[(1,)](x, many, BLOCK=16)
+    return [out.tolist(), sums.tolist(), square.flatten().tolist(), many.tolist()]
 
 
 def converted(values: tuple[int, ...]) -> list[list[int]]:
@@ -188,7 +210,7 @@ def test_this_triton_has_what_is_replaced() -> None:
 def test_results_are_those_of_tritons_own(found: dict[str, Any]) -> None:
     assert found["quick"]["results"] == found["own"]["results"]
     assert len(set(found["own"]["results"][0])) > 20 and all(found["own"]["results"][1])  # they say something
-    assert len(set(found["own"]["results"][2])) > 100
+    assert len(set(found["own"]["results"][2])) > 100 and len(set(found["own"]["results"][3])) > 100
 
 
 @pytest.mark.parametrize("values", ["usual", "subnormal"])

@@ -1,16 +1,21 @@
 """Triton's CPU interpreter without its repeated work: the same results in a fraction of the time.
 
-Most of the time of a small kernel there is not spent in the kernel:
+Most of the time of a small kernel there is not spent in the kernel.
 
-the language    is patched again for every launch and for every call of a device function, by going through
-                all members of its modules. Here: found once, patched for a launch, and restored after it.
-                dtypes          a table of NumPy's is built for every value, and the promotion of two dtypes
-                is computed for every operation. Here: once. shapes          are unwrapped, checked, wrapped
-                again and formatted for every value. Here: once for every shape; and values of one shape are
-                not broadcast to it. bfloat16        is split into sign, exponent and significand, and put
-                together again. Here: shifted by 16 bits, which is the same unless there is a subnormal.
-                overflow        every sum and product of integers is computed again in int64 and compared with
-                the range, for an assertion that exists only in debug mode. Here: only in debug mode.
+- The language is patched again for every launch and for every call of a device function, by going through all
+  members of its modules. Here: found once, patched for a launch, and restored after it. A call of one of its
+  functions goes through two wrappers, which look for an argument of the compiler. Here: through one.
+- Dtypes: a table of NumPy's is built for every value, the promotion of two dtypes is computed for every
+  operation, and the size of every result is compared with its dtype's. Here: once for each dtype.
+- Shapes are unwrapped, checked, wrapped again and formatted for every value. Here: once for every shape; and
+  values of one shape are not broadcast to it, and others are by strides.
+- Operands: those of one type are checked, cast and broadcast for nothing. Here: they are not. A number is
+  made a tensor, then one of the other operand's dtype, then of its shape. Here: once for every number and
+  type.
+- bfloat16 is split into sign, exponent and significand, and put together again. Here: shifted by 16 bits,
+  which is the same unless there is a subnormal.
+- Overflow: every sum and product of integers is computed again in int64 and compared with the range, for an
+  assertion that exists only in debug mode. Here: only in debug mode.
 
 All of this is private to Triton. If a release has no function of that name, its own code is used; a test
 notices.
@@ -39,6 +44,9 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (TritonSemantic, "broadcast_impl_value"),
     (interpreter, "_convert_float"),
     (TritonSemantic, "binary_op_sanitize_overflow_impl"),
+    (TritonSemantic, "binary_op_type_checking_impl"),
+    (TritonSemantic, "cast"),
+    (interpreter, "_validate_np_data_size"),
 )
 
 
@@ -48,9 +56,10 @@ def quick_interpreter() -> Iterator[None]:
     if not triton_is_interpreted():
         yield
         return
-    ways = (
+    ways: tuple[Callable[[Any], Any], ...] = (
         _language_patched_once, _dtypes_looked_up, _promotions_known, _block_types_known, _tensors_known,
-        _plain_values_as_they_are, _one_shape_as_it_is, _bfloat16_shifted, _overflow_when_it_is_said,
+        _plain_values_as_they_are, _shapes_fitted, _bfloat16_shifted, _overflow_when_it_is_said,
+        _operands_of_one_type_as_they_are, _one_dtype_as_it_is, _sizes_known,
     )  # fmt: skip
     with ExitStack() as taken_back:
         for (owner, name), way in zip(REPLACED, ways, strict=True):
@@ -82,7 +91,9 @@ class _Language:
         first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, plain in scope._changes:
             first.setdefault((id(owner), name), (owner, name, plain))
-        self.attributes = [(o, n, plain, getattr(o, n)) for o, n, plain in first.values()]
+        self.attributes = [
+            (o, n, plain, _with_semantic(plain, getattr(o, n))) for o, n, plain in first.values()
+        ]
         scope.restore()
         self.there = False
 
@@ -101,6 +112,22 @@ class _Language:
             else:
                 setattr(owner, name, plain)
         self.there = False
+
+
+def _with_semantic(plain: Any, interpreted: Any) -> Any:
+    """A function of the language that is given the interpreter's semantics, without the wrapper that looks
+    whether it was given some. What the interpreter replaces by code of its own stays as it is."""
+    inner = getattr(plain, "__wrapped__", None)
+    own = getattr(interpreted, "__kwdefaults__", None) or {}
+    if not tl.core.is_builtin(plain) or inner is None or own.get("member") is not plain:
+        return interpreted
+    semantic = interpreter.interpreter_semantic
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    return called
 
 
 def _language_patched_once(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -136,6 +163,31 @@ def _promotions_known(own: Callable[..., Any]) -> Callable[..., Any]:
         return known[key]
 
     return promoted
+
+
+def _one_dtype_as_it_is(own: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = input.type, dst_ty.scalar
+        if source.scalar is target:
+            return input
+        if (source.scalar.name, target.name, fp_downcast_rounding) == ("int32", "int64", None):
+            wide = interpreter.TensorHandle(input.handle.data.astype(np.int64), target)
+            return tl.tensor(wide, source.with_element_ty(target) if source.is_block() else target)
+        return own(self, input, dst_ty, fp_downcast_rounding)
+
+    return cast
+
+
+def _sizes_known(own: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    known: dict[tuple[str, int], bool] = {}
+
+    def fits(np_array: Any, tl_dtype: Any) -> bool:
+        key = (tl_dtype.name, np_array.itemsize)
+        if key not in known:
+            known[key] = own(np_array, tl_dtype)
+        return known[key]
+
+    return fits
 
 
 # Shapes. What Triton's own function returns for a shape is cached, whatever it is.
@@ -187,14 +239,87 @@ def _plain_values_as_they_are(own: Callable[[Any], Any]) -> Callable[[Any], Any]
     return unwrapped
 
 
-def _one_shape_as_it_is(own: Callable[..., Any]) -> Callable[..., Any]:
+def _shapes_fitted(own: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and [*left.shape] == [*right.shape]:
+        if not left.is_block():
+            return (_splat(lhs, right), rhs) if right.is_block() else (lhs, rhs)
+        if not right.is_block():
+            return lhs, _splat(rhs, left)
+        ours, theirs = left.shape, right.shape
+        if [*ours] == [*theirs]:
             return lhs, rhs
+        if len(ours) == len(theirs):
+            if all(n == m or m == 1 for n, m in zip(ours, theirs, strict=True)):
+                return lhs, _stretched(rhs, left)
+            if all(n == m or n == 1 for n, m in zip(ours, theirs, strict=True)):
+                return _stretched(lhs, right), rhs
         return own(self, lhs, rhs)
 
     return broadcast
+
+
+def _splat(scalar: Any, like: Any) -> Any:
+    """A scalar in the shape of a type."""
+    data, dtype = scalar.handle.data, scalar.handle.dtype
+    values = np.empty(like.shape, data.dtype)
+    values[...] = data
+    return tl.tensor(interpreter.TensorHandle(values, dtype), like.with_element_ty(scalar.type))
+
+
+def _stretched(value: Any, like: Any) -> Any:
+    """A value in the shape of a type, by strides of zero."""
+    data = value.handle.data
+    strides = [0 if n == 1 else stride for n, stride in zip(data.shape, data.strides, strict=True)]
+    if data.flags.c_contiguous and data.size:
+        wide = np.ndarray((*like.shape,), data.dtype, data, 0, strides)
+    else:
+        wide = np.broadcast_to(data, (*like.shape,))
+    return tl.tensor(interpreter.TensorHandle(wide, value.handle.dtype), like.with_element_ty(value.dtype))
+
+
+# Operands
+
+#: Numbers that are kept as tensors. Loops have others in every step.
+KEPT = 2000
+
+
+def _operands_of_one_type_as_they_are(own: Callable[..., Any]) -> Callable[..., Any]:
+    numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # the values of a number as a tensor, and its type
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        left, right = type(lhs), type(rhs)
+        if left is right is tl.tensor:
+            # Division changes dtypes, and pointers may not be allowed.
+            if lhs.type.name == rhs.type.name and not div_or_mod and not lhs.dtype.is_ptr():
+                return lhs, rhs
+            return own(self, lhs, rhs, *flags)
+        if left is tl.tensor and right in (int, float):
+            block, number = lhs, rhs
+        elif right is tl.tensor and left in (int, float):
+            block, number = rhs, lhs
+        else:
+            return own(self, lhs, rhs, *flags)
+        key = (type(number), number, block is lhs, block.type.name, flags)
+        if key in numbers:
+            data, ty = numbers[key]
+            made = tl.tensor(interpreter.TensorHandle(data, ty.scalar), ty)
+            return (lhs, made) if block is lhs else (made, rhs)
+        both = own(self, lhs, rhs, *flags)
+        same, made = both if block is lhs else reversed(both)
+        # Of numbers that are equal only 0.0 and -0.0 differ.
+        if same is block and (number != 0 or type(number) is int):
+            if len(numbers) >= KEPT:
+                numbers.clear()
+            made.handle.data.setflags(write=False)  # it is shared from now on
+            numbers[key] = made.handle.data, made.type
+        return both
+
+    return operands
 
 
 # Conversions

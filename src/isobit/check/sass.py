@@ -10,12 +10,9 @@ added to an offset.
 """
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 _FUNCTION = re.compile(r"\.text\.(\S+):")
 _LABEL = re.compile(r"(\.L_\w+):")
@@ -103,16 +100,6 @@ def faulty() -> bool:
     from triton import knobs
 
     return bool(knobs.nvidia.ptxas.version == "12.8")
-
-
-def disassembled(cubin: bytes) -> str:
-    """By the nvdisasm that Triton brings along."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _functions(code: str) -> Iterator[tuple[str, list[str]]]:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from isobit.check.candidate import Candidate
+from isobit.check.disassembly import disassembled
 from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import rows_of
-from isobit.check.sass import FAULTY_TARGET, disassembled, faulty, unset_registers
+from isobit.check.sass import FAULTY_TARGET, faulty, unset_registers
 from isobit.frame.composed import Composed
 from isobit.frame.contract import ContractError, Param
 from isobit.frame.device import triton_is_interpreted
@@ -432,6 +433,7 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     if trial.one_target:
         others = []
     checks: list[OutputCheck] = []
+    to_read: dict[int, bytes] = {}  # code by the index of its check
 
     def shared_memory(target: str, name: str, source: Any, options: dict[str, Any]) -> int:
         """Shared memory of a compiled call; -1 if it does not compile."""
@@ -441,13 +443,9 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         except Exception as error:  # continue with the others; the row says which kernel failed
             checks.append(failure(what, f"{type(error).__name__}: {error}"))
             return -1
-        lost = (
-            unset_registers(disassembled(done.asm["cubin"])) if target == FAULTY_TARGET and faulty() else []
-        )
-        if lost:
-            checks.append(failure(what, f"{lost[0]} ({len(lost)} of them; see isobit.check.sass)"))
-        else:
-            checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
+        if target == FAULTY_TARGET and faulty():
+            to_read[len(checks)] = done.asm["cubin"]
+        checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
         return int(done.metadata.shared)
 
     taken = {key: shared_memory(first, *call) for key, call in calls.items()}
@@ -455,4 +453,8 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     for target in others:
         for key in calls if trial.targets else largest.values():
             shared_memory(target, *calls[key])
+    for at, code in zip(to_read, disassembled([*to_read.values()]), strict=True):
+        if lost := unset_registers(code):
+            what = f"{lost[0]} ({len(lost)} of them; see isobit.check.sass)"
+            checks[at] = failure(checks[at].output, what)
     return checks
