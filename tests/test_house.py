@@ -23,10 +23,10 @@ def length(path: Path) -> int:
 # Where things are
 
 
-def test_three_files_stand_at_the_top() -> None:
+def test_four_files_stand_at_the_top() -> None:
     """What users import. Everything else is in a room."""
     there = {path.name for path in PACKAGE.iterdir() if path.is_file()}
-    assert there - {"__main__.py", "py.typed"} == {"__init__.py", "nn.py", "testing.py"}
+    assert there - {"__main__.py", "py.typed"} == {"__init__.py", "nn.py", "parallel.py", "testing.py"}
 
 
 def test_no_file_is_too_long_to_read() -> None:

@@ -181,12 +181,17 @@ def _as_scalar(value: Any, scalar: type) -> Any:
     raise TypeError(scalar)
 
 
+def is_dtensor(t: Any) -> bool:
+    """torch.distributed.tensor is not imported for this."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(t, distributed.DTensor)
+
+
 def _why_not_plain(t: Tensor) -> str | None:
     """Why a special tensor (DTensor, nested, ...) is not supported, and what to do about it."""
     if t.is_nested:
         return "must be a dense tensor, it is nested; pass the packed rows (.values()) or a padded tensor"
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(t, distributed.DTensor):
+    if is_dtensor(t):
         return (
             "is a DTensor; pass its local part (.to_local()) or the whole of it (.full_tensor()), or, for a "
             "parameter that FSDP2 has sharded, call this through isobit.nn.in_forward"

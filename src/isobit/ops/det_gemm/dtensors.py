@@ -7,21 +7,14 @@
 x may be a DTensor, and then y is one; or the tensor that this rank has, and then y is too.
 """
 
-import sys
 from importlib import import_module
 from typing import Any, Literal
 
 from torch import Tensor
 
-from isobit.frame.contract import ContractError, describe
+from isobit.frame.contract import ContractError, describe, is_dtensor
 from isobit.frame.op import OPS
 from isobit.ops.det_gemm.sharded import layer_of, sharded_linear
-
-
-def is_dtensor(t: Any) -> bool:
-    """torch.distributed.tensor is not imported for this."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(t, distributed.DTensor)
 
 
 def _kinds() -> tuple[Any, Any, Any]:

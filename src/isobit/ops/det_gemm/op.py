@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from isobit.frame.backend import resolve
-from isobit.frame.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name
+from isobit.frame.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name, is_dtensor
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import Op, op
 from isobit.frame.public_op import public_op
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, TREE8, Numerics
 from isobit.ops.det_gemm import calls
-from isobit.ops.det_gemm.dtensors import is_dtensor, linear_of_dtensors
 
 
 def _flops(first: str, second: str) -> Callable[[dict[str, Any]], int]:
@@ -161,7 +160,8 @@ def det_linear(
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
     if type(weight) is not Tensor and is_dtensor(weight):
-        return linear_of_dtensors(
+        by_ranks: Callable[..., Tensor] = resolve(f"{__package__}.dtensors:linear_of_dtensors")
+        return by_ranks(
             x, weight, bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
             numerics=numerics, backend=backend,
         )  # fmt: skip
