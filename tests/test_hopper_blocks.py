@@ -129,6 +129,7 @@ def item_of(
         GROUP=Int32(group),
         SPANS=spans,
         BY_COLUMNS=by_columns,
+        SHARDED=False,
     )
     return lambda t: item(pipe, Int32(t))
 

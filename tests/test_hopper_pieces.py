@@ -206,7 +206,7 @@ def test_every_tile_is_in_one_piece() -> None:
         spans = min(33, tiles)
         pipe = SimpleNamespace(
             tiles_m=gluon_on_a_cpu.array(tiles_m), tiles_n=tiles, spans=spans, SPANS=33, GROUP=16,
-            BY_COLUMNS=False, items=lambda count=tiles_m * spans: count,
+            BY_COLUMNS=False, SHARDED=False, items=lambda count=tiles_m * spans: count,
         )  # fmt: skip
         pipe.item = lambda t, pipe=pipe: scope["Pipe"].item(pipe, t)
         pieces = SimpleNamespace(each=each)

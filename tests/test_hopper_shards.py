@@ -2,7 +2,6 @@
 its bits, on all shards and on those of a rank, and the backward's host code must put things where they
 belong."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,8 @@ import torch
 from torch import Tensor
 
 import gluon_on_a_cpu
-import ptx
 from hopper_device import Device
-from isobit.kernels.hopper import logits as hopper_logits
 from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.kernels.hopper.lse import Slots
-from isobit.kernels.hopper.shards import tokens_here
 from isobit.kernels.host import lse_model
 from isobit.kernels.host.temperature import LOG2E
 from isobit.kernels.host.vocab_shards import Shards, padded, shards_of
@@ -155,29 +150,6 @@ def test_the_splits_of_lse_1_have_other_bits() -> None:
     ours = row_sums(Shards(V, 8 * 1296))
     assert (ours != row_sums(Shards(V, 8 * 1304))).any()  # another padding
     assert (ours != row_sums(Shards(V, 4 * 8 * 1296))).any()  # shards of another width: two of them here
-
-
-# Stored logits
-
-
-@pytest.mark.parametrize("first, count, P", [(0, 8, 8 * 264), (6, 2, 8 * 1056)])
-def test_stored_logits_are_summed_in_the_same_order(first: int, count: int, P: int) -> None:
-    """The PTX of `fold_kernel`, executed on a CPU, with the exp2 of that."""
-    V = P - P // 8 - 9
-    whole = torch.randn(5, V, generator=torch.Generator().manual_seed(1))
-    cut = Shards(V, P, first, count)
-    z = whole[:, cut.column : cut.column + cut.columns].contiguous()
-    ids = torch.tensor([3, cut.column + 70, V - 1, V // 2, IGNORE])
-    slots = Slots(ids, None, None, IGNORE, LOG2E, V, False, ptx.execute)
-    partial, picked = torch.full((cut.splits, 3, 128), math.nan), torch.full((128,), math.nan)
-    here = tokens_here(slots, cut, ptx.execute)
-    hopper_logits.splits_in(z, slots, here, partial, picked, True, ptx.execute, cut)
-    do = lse_model.Arithmetic(lse_model.CPU.fma, ptx.exp2, np.log2)
-    exact = lse_model.split_states(z.numpy(), np.full(5, LOG2E, np.float32), cut, do)
-    assert same_bits(partial[:, :, :4], torch.from_numpy(exact)[:, :, :4])
-    for row, token in enumerate(ids[:4].tolist()):
-        if 0 <= token - cut.column < cut.columns:
-            assert picked[row] == whole[row, token]
 
 
 # Backward

@@ -1,4 +1,4 @@
-"""Stored rows of logits, summed in the order of class lse/1, or lse/8x4 (`isobit.kernels.hopper.lse`).
+"""Stored rows of logits, summed in the order of class lse/1 (`isobit.kernels.hopper.lse`).
 
 A kernel loads them into the register layout of a product's accumulator, and they go through the same
 functions. So a fused and an unfused path can agree bit for bit.
@@ -22,30 +22,20 @@ from isobit.kernels.hopper.lse import (
 )
 from isobit.kernels.hopper.pipeline import ROWS, gl, kernel
 from isobit.kernels.host.temperature import LOG2E
-from isobit.kernels.host.vocab_shards import SPLITS_PER_SHARD, Shards
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
 
 @kernel
 def fold_kernel(
-    partial, picked_out, logits, ids, scales, N, V, stride, capacity, shard_columns, ENTROPY: gl.constexpr,
-    SHARDED: gl.constexpr, SPLITS: gl.constexpr,
+    partial, picked_out, logits, ids, scales, N, V, stride, capacity, ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """Sums of one split of 64 rows, and the logits of their tokens if they are in it. SHARDED: columns are
-    cut into shards of `shard_columns`, each with SPLITS splits."""
+    """Sums of one split of 64 rows, and the logits of their tokens if they are in it."""
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, OF_ROWS)
     split = gl.program_id(1)
-    if SHARDED:
-        low = split // SPLITS * shard_columns
-        limit = gl.minimum(low + shard_columns, V)
-        tiles = gl.cdiv(shard_columns, _COLUMNS)
-        high = gl.minimum(low + (split % SPLITS + 1) * tiles // SPLITS * _COLUMNS, limit)
-        low = gl.minimum(low + split % SPLITS * tiles // SPLITS * _COLUMNS, limit)
-    else:
-        tiles, limit = gl.cdiv(V, _COLUMNS), V
-        low = split * tiles // gl.num_programs(1) * _COLUMNS
-        high = (split + 1) * tiles // gl.num_programs(1) * _COLUMNS
+    tiles = gl.cdiv(V, _COLUMNS)
+    first = split * tiles // gl.num_programs(1)
+    end = (split + 1) * tiles // gl.num_programs(1)
     inside = row < N
     token = gl.load(ids + row, mask=inside, other=-1)
     scale = gl.expand_dims(gl.load(scales + row, mask=inside, other=1.0), 1)
@@ -55,14 +45,15 @@ def fold_kernel(
     s = gl.zeros((ROWS, 4), gl.float32, LANES)
     t = gl.zeros((ROWS, 4), gl.float32, LANES)
     picked = gl.zeros((ROWS, 4), gl.float32, LANES)
-    for first in range(low, high, _COLUMNS):
-        column = columns_from(first)
-        z = gl.load(logits + start + column, mask=live & (column < limit), other=float("-inf")).to(gl.float32)
-        picked = pick(z, column, token, first, picked)
+    for n in range(first, end):
+        column = columns_from(n * _COLUMNS)
+        z = gl.load(logits + start + column, mask=live & (column < V), other=float("-inf")).to(gl.float32)
+        picked = pick(z, column, token, n * _COLUMNS, picked)
         m, s, t, _ = fold_tile(z, m, s, t, scale, ENTROPY)
     store_split(
-        partial, picked_out, m, s, t, picked, scale, token, row, inside, split, low, high, capacity, ENTROPY
-    )
+        partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first * _COLUMNS,
+        end * _COLUMNS, capacity, ENTROPY,
+    )  # fmt: skip
 
 
 def why_not(name: str, logits: Tensor) -> str | None:
@@ -91,26 +82,6 @@ def slots_of(
     return Slots(token_ids, mask, each, ignore_index, scale, V, False, launch)
 
 
-def splits_in(
-    logits: Tensor, slots: Slots, ids: Tensor, partial: Tensor, picked: Tensor, entropy: bool,
-    launch: Launch, cut: Shards | None = None,
-) -> None:  # fmt: skip
-    """Write (m, s, t) of the splits of rows to `partial` [splits, 3, capacity], and the logits of their
-    tokens to `picked`. The tokens `ids` count from the first column here. Splits are those of lse/1, or those
-    of some shards of lse/8x4."""
-    z = _rows(logits)
-    assert z is not None
-    launch(
-        fold_kernel, (-(-len(z) // 64), len(partial)),
-        partial, picked, z, ids, slots.scales, len(z),
-        z.shape[1] if cut is None else cut.columns,
-        z.stride(0), slots.capacity,
-        0 if cut is None else cut.width,
-        ENTROPY=entropy, SHARDED=cut is not None, SPLITS=SPLITS_PER_SHARD,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
 def results(
     logits: Tensor,
     slots: Slots,
@@ -120,8 +91,14 @@ def results(
     stats: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(logp, entropy, lse, stats [2, *]) of rows; logp always, the others if they are requested."""
-    V, device = logits.shape[-1], logits.device
-    partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=device)
-    picked = torch.empty(slots.capacity, dtype=torch.float32, device=device)
-    splits_in(logits, slots, slots.ids, partial, picked, entropy, launch)
+    z = _rows(logits)
+    assert z is not None
+    N, V = z.shape
+    partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=z.device)
+    picked = torch.empty(slots.capacity, dtype=torch.float32, device=z.device)
+    launch(
+        fold_kernel, (-(-N // 64), splits_of(V)),
+        partial, picked, z, slots.ids, slots.scales, N, V, z.stride(0), slots.capacity,
+        ENTROPY=entropy, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return slots.merge(partial, picked, logits.shape[:-1], V, 1.0, entropy, lse, stats, launch)

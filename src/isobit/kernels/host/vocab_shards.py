@@ -6,8 +6,8 @@ from V on take no part. A shard is cut into tiles of 256 columns from its own st
 one or more whole shards, in order.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 SHARDS, SPLITS_PER_SHARD, TILE = 8, 4, 256
 
@@ -20,7 +20,8 @@ def padded(V: int) -> int:
     return -(-V // PADDED_TO) * PADDED_TO
 
 
-class Shards(NamedTuple):
+@dataclass(frozen=True)
+class Shards:
     """The shards of a vocabulary that are here: `count` of them from `first` on."""
 
     V: int

@@ -216,8 +216,8 @@ def linear_logp_bwd(
     open_columns = empty(width, D) if want_weight and slots < N else None
     open_bias = empty(width, 1) if want_bias and slots < N else None
     ones = hidden.new_ones(1)  # one number, read with stride 0
-    given = (args[name] for name in ("stats", "entropy", "dlogp", "dentropy", "dlse"))
-    given = [x if x is None else x.contiguous() for x in given]
+    names = ("stats", "entropy", "dlogp", "dentropy", "dlse")
+    given = [None if args[name] is None else args[name].contiguous() for name in names]
     tiles_of_rows, tiles_of_columns = triton.cdiv(len(dz), tile.rows), triton.cdiv(width, tile.cols)
     tiles_of_d = triton.cdiv(D, tile.cols)
     for start, end in cut.bounds():

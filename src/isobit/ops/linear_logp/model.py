@@ -125,10 +125,12 @@ def linear_logp_bwd(grad_dtype: torch.dtype | None = None, **args: Any) -> tuple
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     good = call.rows.good
     stats = args["stats"].cpu().reshape(2, -1)[:, good].numpy()
-    grads = [call.of_good(args[name]) for name in ("entropy", "dlogp", "dentropy", "dlse")]
+    entropy, dlogp, dentropy, dlse = (
+        call.of_good(args[name]) for name in ("entropy", "dlogp", "dentropy", "dlse")
+    )
     with np.errstate(all="ignore"):
         z = call.logits()
-        w = lse_model.weights(stats, *grads, call.c, call.factor)
+        w = lse_model.weights(stats, entropy, dlogp, dentropy, dlse, call.c, call.factor)
         d = lse_model.dlogits(z, call.tokens, w, call.c, args["dentropy"] is not None)
     dz = torch.from_numpy(d).to(hidden.dtype)
     dhidden = dweight = dbias = None

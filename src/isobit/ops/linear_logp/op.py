@@ -45,6 +45,9 @@ from isobit.numerics import Numerics
 from isobit.numerics.classes import LINEAR_LSE_TRITON_8X4, LSE_8X4, LSE_8X4_CPU
 from isobit.ops.linear_logp.slabs import SLAB_BYTES
 
+#: `linear_logp` by the ranks of a group, which is made of this op: it is imported when it is needed.
+_OF_RANKS = "isobit.ops.linear_logp.sharded:linear_logp_sharded"
+
 
 def is_sharded(weight: Any) -> bool:
     """Whether a weight is a DTensor. Where nobody has imported DTensor, nothing is one."""
@@ -235,9 +238,8 @@ def linear_logp(  # overloads take any options
         "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
     if group is not None or is_sharded(weight):
-        from isobit.ops.linear_logp.sharded import linear_logp_sharded
-
-        return linear_logp_sharded(given, group)
+        made: Tensor | tuple[Tensor, ...] = resolve(_OF_RANKS)(given, group)
+        return made
     if workspace_bytes is not None:
         given = {**given, "keep": _can_keep(**given)}
     out, entropy, lse, *_ = forward(**given)

@@ -182,7 +182,7 @@ def _other_sums(
 ) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     whole, ours = _whole_rows(args), _alone(trial, args, cotangents)
     wide = _results(trial, _wider(whole), cotangents)
-    V, P = whole["vocab_size"], whole["padded_vocab"]
+    outputs, V, P = trial.proof.outputs, whole["vocab_size"], whole["padded_vocab"]
     spans = [(i * P // SHARDS, min((i + 1) * P // SHARDS, V)) for i in range(SHARDS)]
     with torch.no_grad():
         own = [linear_logp(**whole | _columns(whole, a, b), return_lse=True, validate=False)[1]
@@ -195,7 +195,7 @@ def _other_sums(
     while len(parts) > 1:
         parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
     return [
-        ("shards of another width", *([run[name] for name in trial.proof.outputs] for run in (ours, wide))),
+        ("shards of another width", [ours[n] for n in outputs], [wide[n] for n in outputs]),
         ("a log-sum-exp of the ranks' own", [ours["lse"]], [of_ranks]),
         ("dhidden of one rank after the other", parts, [in_order]),
     ]
