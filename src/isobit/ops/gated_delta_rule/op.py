@@ -21,9 +21,10 @@ Row i of each depends on rows 0 to i of its chunk and on S, never on later rows.
 zeros leave them unchanged. So a chunk of which only the first rows exist gives these the bits of the whole
 chunk.
 
-Backward, with dv_new the gradient of v_new: r = beta v - beta exp(G) k S is (I + A) v_new. So
-dr = T^T dv_new, and the gradient of A is -dr v_new^T (`kernels_triton_bwd` has every step). The gradients of a sequence are
-its own: sums run within a chunk, along the sequence, and over value heads of a key head, in a fixed order.
+Backward, with dv_new the gradient of v_new: r = beta v - beta exp(G) k S is (I + A) v_new. So dr is
+T^T dv_new, and the gradient of A is -dr v_new^T (`kernels_triton_bwd` has every step). The gradients of a
+sequence are its own: sums run within a chunk, along the sequence, and over value heads of a key head, in a
+fixed order.
 """
 
 from functools import partial
