@@ -21,9 +21,10 @@ Row i of each depends on rows 0 to i of its chunk and on S, never on later rows.
 zeros leave them unchanged. So a chunk of which only the first rows exist gives these the bits of the whole
 chunk.
 
-Backward, with dv_new the gradient of v_new: r = beta v - beta exp(G) k S is (I + A) v_new. So
-dr = T^T dv_new, and the gradient of A is -dr v_new^T (`kernels_triton_bwd` has every step). The gradients of a sequence are
-its own: sums run within a chunk, along the sequence, and over value heads of a key head, in a fixed order.
+Backward, with dv_new the gradient of v_new: r = beta v - beta exp(G) k S is (I + A) v_new. So dr is
+T^T dv_new, and the gradient of A is -dr v_new^T (`kernels_triton_bwd` has every step). The gradients of a
+sequence are its own: sums run within a chunk, along the sequence, and over value heads of a key head, in a
+fixed order.
 """
 
 from functools import partial
@@ -244,23 +245,23 @@ def _heads(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("v", args["v"], f"HV={HV} must be a multiple of H={H} from q")
 
 
-def _states(contract: Contract, args: dict[str, Any]) -> None:
-    given, B = args["cu_seqlens"], args["q"].shape[0]
+def states_fit(contract: Contract, args: dict[str, Any]) -> None:
+    """One state for each sequence, of packed ones if there are bounds. Also a rule of the states' own op."""
+    given, (B, _, _, K) = args["cu_seqlens"], args["k"].shape
     if given is not None and B != 1:
-        raise contract.error("cu_seqlens", given, f"needs packed sequences, B = 1, but B={B} from q")
+        raise contract.error("cu_seqlens", given, f"needs packed sequences, B = 1, but B={B} from k")
     if given is not None and len(given) == 0:
         raise contract.error("cu_seqlens", given, "needs at least one element, the 0 it begins with")
-    state, sizes = args["initial_state"], _sizes(args)
+    state, V = args["initial_state"], (args["v"] if "v" in args else args["u"]).shape[-1]
     if state is None:
         return
-    S, _, X, Y = state.shape
-    if sizes["S"] != S:
-        rule = f"must have one state a sequence, {sizes['S']}, not {S}"
+    wanted = B if given is None else len(given) - 1
+    if wanted != state.shape[0]:
+        rule = f"must have one state a sequence, {wanted}, not {state.shape[0]}"
         raise contract.error("initial_state", state, rule)
-    if (sizes["X"], sizes["Y"]) != (X, Y):
-        order = "V, K" if args["state_v_first"] else "K, V"
-        rule = f"states must be [{order}] = [{sizes['X']}, {sizes['Y']}]"
-        raise contract.error("initial_state", state, rule)
+    order, shape = ("V, K", [V, K]) if args["state_v_first"] else ("K, V", [K, V])
+    if shape != list(state.shape[2:]):
+        raise contract.error("initial_state", state, f"states must be [{order}] = {shape}")
 
 
 def _sequences(contract: Contract, args: dict[str, Any]) -> None:
@@ -269,8 +270,8 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
         bounds.check(contract, "cu_seqlens", given, given.tolist(), args["q"].shape[1], of="tokens")
 
 
-forward.rule(_options, _one_dtype, _heads, _states)
-backward.rule(_one_dtype, _heads, _states)
+forward.rule(_options, _one_dtype, _heads, states_fit)
+backward.rule(_one_dtype, _heads, states_fit)
 forward.value_rule(_sequences)
 
 

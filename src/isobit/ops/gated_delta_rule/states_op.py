@@ -21,7 +21,7 @@ from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, not_on_the_cpu
+from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, not_on_the_cpu, states_fit
 
 
 def _sizes(args: dict[str, Any]) -> dict[str, int]:
@@ -167,35 +167,17 @@ def _heads(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _packing(contract: Contract, args: dict[str, Any]) -> None:
-    given, B = args["cu_seqlens"], args["k"].shape[0]
+    given = args["cu_seqlens"]
     if given is None:
         for name in ("cu_seqlens_cpu", "chunk_indices", "chunk_offsets"):
             if args[name] is not None:
                 raise contract.error(name, args[name], "is of packed sequences: it needs cu_seqlens")
         return
-    if B != 1:
-        raise contract.error("cu_seqlens", given, f"needs packed sequences, B = 1, but B={B} from k")
-    if len(given) == 0:
-        raise contract.error("cu_seqlens", given, "needs at least one element, the 0 it begins with")
     offsets, S = args["chunk_offsets"], len(given) - 1
     if offsets is not None and len(offsets) not in (S, S + 1):
         raise contract.error("chunk_offsets", offsets, f"must have one element a sequence, {S}, or one more")
     if args["chunk_indices"] is None:
         raise contract.error("chunk_indices", None, "is required with cu_seqlens")
-
-
-def _state(contract: Contract, args: dict[str, Any]) -> None:
-    state, sizes = args["initial_state"], _sizes(args)
-    if state is None:
-        return
-    S, _, X, Y = state.shape
-    if sizes["S"] != S:
-        rule = f"must have one state a sequence, {sizes['S']}, not {S}"
-        raise contract.error("initial_state", state, rule)
-    if (sizes["X"], sizes["Y"]) != (X, Y):
-        order = "V, K" if args["state_v_first"] else "K, V"
-        rule = f"states must be [{order}] = [{sizes['X']}, {sizes['Y']}]"
-        raise contract.error("initial_state", state, rule)
 
 
 def _sequences(contract: Contract, args: dict[str, Any]) -> None:
@@ -216,7 +198,7 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error("chunk_offsets", args["chunk_offsets"], rule)
 
 
-states.rule(_options, _one_dtype, _heads, _packing, _state)
+states.rule(_options, _one_dtype, _heads, states_fit, _packing)
 states.value_rule(_sequences)
 
 

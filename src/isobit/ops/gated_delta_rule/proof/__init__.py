@@ -51,7 +51,8 @@ def _narrowest(args: Args, names: tuple[str, ...]) -> torch.dtype:
 def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
     narrow = _narrowest(args, ("q", "k", "v"))
     if cotangents:
-        return gradient_bounds(args, *cotangents, narrow)
+        do, dfinal_state = cotangents
+        return gradient_bounds(args, do, dfinal_state, narrow)
     return error_bounds(args, narrow)
 
 

@@ -109,12 +109,12 @@ def gradients_alone(trial: Trial, args: Args) -> list[OutputCheck]:
         for name, gradient in own.backward(one)[1].items():
             mine = whole[name][s : s + 1] if name == "initial_state" else whole[name][:, first:end]
             checks.append(same_bits(f"gradient:{name}", gradient, mine, f"sequence {s} alone"))
-    _, beside = replace(trial, given=tuple(given)).backward(others)
+    _, changed = replace(trial, given=tuple(given)).backward(others)
     here = slice(bounds[longest], bounds[longest + 1])
     for name in BY_TOKEN:
         if name in whole:
             what = "other sequences full of NaN"
-            checks.append(same_bits(f"gradient:{name}", beside[name][:, here], whole[name][:, here], what))
+            checks.append(same_bits(f"gradient:{name}", changed[name][:, here], whole[name][:, here], what))
     axis = -1 if args["state_v_first"] else -2
     moved = (do, in_other_groups(dfinal, axis))
     _, after = replace(trial, given=moved).backward(features_regrouped(args))

@@ -233,16 +233,16 @@ def _of_sequence(
         here = (v[:, at], beta[:, at], g[:, at], dout[:, at])
         chunk, S = ahead(parts["q"], parts["k"], *here, S, by)
         chunks.append(chunk)
-    D, found = state(dfinal), []
+    D, by_chunk = state(dfinal), []
     for chunk in reversed(chunks):
         gradients, D = back(chunk, D, args["scale"], by)
-        found.append(gradients)
-    if not found:
+        by_chunk.append(gradients)
+    if not by_chunk:
         return {}, D.e2
-    result = {n: torch.cat([f[n].e2 for f in found[::-1]], 1).movedim(0, 1) for n in ("v", "beta", "g")}
+    result = {n: torch.cat([f[n].e2 for f in by_chunk[::-1]], 1).movedim(0, 1) for n in ("v", "beta", "g")}
     for name in ("q", "k"):
-        values = torch.cat([f[name].v for f in found[::-1]], 1)
-        errors = torch.cat([f[name].e2 for f in found[::-1]], 1)
+        values = torch.cat([f[name].v for f in by_chunk[::-1]], 1)
+        errors = torch.cat([f[name].e2 for f in by_chunk[::-1]], 1)
         dy = total(*(Number(values[i :: HV // H], errors[i :: HV // H]) for i in range(HV // H)))
         if args["use_qk_l2norm_in_kernel"]:
             y, r = own[name].v[:: HV // H], norms[name][:: HV // H]
