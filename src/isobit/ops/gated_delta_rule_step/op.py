@@ -130,7 +130,9 @@ def _chunks(state: DeltaState, args: dict[str, Any], tokens: int, backend: str) 
     at = index.clamp(0, max(state.slots - 1, 0))
     seeded = (state.place[at, SEEDED] != 0) & there
     begun = torch.where(seeded[:, None, None, None], state.start[at, 0], 0.0)
-    first = {name: None if args[name] is None else args[name][:, :tokens] for name in _BY_TOKEN}
+    first: dict[str, Any] = {
+        name: None if args[name] is None else args[name][:, :tokens] for name in _BY_TOKEN
+    }
     options = {name: args[name] for name in ("scale", _L2NORM)}
     out, end = gated_delta_rule(
         **first, **options, initial_state=begun, output_final_state=True, validate=False, backend=backend
