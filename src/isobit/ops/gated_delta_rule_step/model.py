@@ -105,7 +105,9 @@ def _array(t: Tensor) -> Array:
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
 def rows(do: Arithmetic = CPU, **given: Any) -> Tensor:
     """Backend: all new rows of all sequences, one after another."""
-    args = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in given.items()}
+    args: dict[str, Any] = {
+        name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in given.items()
+    }
     state = {name: args[name] for name in TENSORS}
     B, T = args["q"].shape[:2]
     out = torch.zeros(args["v"].shape, dtype=args["v"].dtype, device="cpu")

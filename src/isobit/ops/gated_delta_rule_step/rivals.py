@@ -67,24 +67,18 @@ def _available(case: Case, device: torch.device) -> str | None:
 
 def _make(case: Case, pool: Pool) -> list[Args]:
     args = PROOF.make(case, pool.device, pool.inputs)
-    args["place"] = args["state"].place.clone()
     return [args, *(cloned(args) for _ in range(copies_for(args["state"].nbytes, pool.device) - 1))]
 
 
-def _step(args: Args, backend: str | None) -> Tensor:
-    given = {name: value for name, value in args.items() if name != "place"}
-    return gated_delta_rule_step(**given, backend=backend)
-
-
 def _call(args: Args, backend: str | None) -> Tensor:
-    args["state"].place.copy_(args["place"])
-    return _step(args, backend)
+    args["state"].place.copy_(args["state"].begun)
+    return gated_delta_rule_step(**args, backend=backend)
 
 
 def _chunk(args: Args, backend: str | None) -> Tensor:
     """From a full chunk to the next full one: no count has to be put back."""
     for _ in range(CHUNK):
-        out = _step(args, backend)
+        out = gated_delta_rule_step(**args, backend=backend)
     return out
 
 
@@ -130,6 +124,12 @@ def _case(B: int, at: int) -> Case:
     return Case(dims, torch.bfloat16, data="random", options={"at": at})
 
 
+def _small(at: int) -> list[Case]:
+    """For a CPU."""
+    dims = {"B": 1, "T": 1, "H": 1, "HV": 1, "K": 64, "V": 64}
+    return [Case(dims, torch.bfloat16, data="random", options={"at": at})]
+
+
 BATCHES = (1, 8, 64, 256)
 PLACES = (0, 31, 63)
 
@@ -141,7 +141,7 @@ def _series(at: int) -> Series:
         cost=partial(_cost, at), judge=_judge, directions=("fwd",), takes=tuple(known_options(declared)),
         rivals={"fla": Rival("fla", _fla, prepare=_with_states, available=_available,
                              directions=("fwd",), takes=None)},
-        against="fla", declared_only=True, kernels=lambda case: case.dims["B"] <= 2,
+        against="fla", declared_only=True, kernels=lambda case: case.dims["B"] <= 2, small=_small(at),
         about=f"one token, row {at} of its chunk",
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ SERIES = (
         takes=tuple(known_options(declared)),
         rivals={"fla": Rival("fla", _fla_chunk, prepare=_with_states, available=_available,
                              directions=("fwd",), takes=None)},
-        against="fla", declared_only=True, kernels=lambda case: case.dims["B"] <= 2,
+        against="fla", declared_only=True, kernels=lambda case: case.dims["B"] <= 2, small=_small(CHUNK),
         about="a chunk of 64 tokens, one by one, with its closing update",
     ),
 )  # fmt: skip

@@ -16,15 +16,17 @@ BY_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 class Prompted(DeltaState):
-    """A state that keeps the tokens that it was given, for the truth: by slot, tensors [1, tokens, ...]."""
+    """A state that keeps the tokens that it was given, for the truth: by slot, tensors [1, tokens, ...]; and
+    its counts after them."""
 
     prompts: dict[int, Args]
+    begun: Tensor
 
     @staticmethod
     def of(state: DeltaState, prompts: dict[int, Args]) -> "Prompted":
         made = object.__new__(Prompted)
         vars(made).update(vars(state))
-        made.prompts = prompts
+        made.prompts, made.begun = prompts, state.place.clone()
         return made
 
     def clone(self) -> "Prompted":
