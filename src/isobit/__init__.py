@@ -9,6 +9,7 @@ from isobit.frame.backend import Explanation, UnsupportedError
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
 from isobit.ops.attention import attention
+from isobit.ops.combine import combine, spread
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
@@ -62,6 +63,7 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "chunk_gated_delta_rule_bwd_dhu",
+    "combine",
     "det_gemm",
     "det_gemm_dw",
     "det_grouped_dw",
@@ -80,6 +82,7 @@ __all__ = [
     "ratio_kl",
     "rms_norm",
     "rope",
+    "spread",
     "swiglu",
     "warmup",
 ]
