@@ -20,6 +20,7 @@ from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
 from isobit.ops.rope import rope
+from isobit.ops.route import route
 from isobit.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ __all__ = [
     "ratio_kl",
     "rms_norm",
     "rope",
+    "route",
     "spread",
     "swiglu",
     "warmup",

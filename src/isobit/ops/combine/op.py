@@ -29,8 +29,8 @@ from isobit.numerics import Numerics
 COMBINE_1 = Numerics(
     "combine/1",
     "Products and sums in fp32 without contraction, the rows of a token in the order of its experts, from the"
-    " first on. A dot product over columns by 512 lanes, lane i takes columns i, i + 512, ..., from 0 on; then"
-    " neighbours are added until one is left. Roundings to nearest where the op's formula has them.",
+    " first on. A dot product over columns by 512 lanes, lane i takes columns i, i + 512, ..., from 0 on;"
+    " then neighbours are added until one is left. Roundings to nearest where the op's formula has them.",
     "any: IEEE arithmetic in a fixed order",
 )
 
@@ -61,8 +61,7 @@ def combine(
     Args:
         y: [R, D] in bf16, fp16 or fp32: the rows that experts return, sorted by expert.
         weights: [T, k], of the dtype of y or fp32: of each token's experts.
-        place: [T, k], int32 or int64: the row of y of each of them, no row twice; `expert_rows` and `route`
-            make it.
+        place: [T, k], int32 or int64: the row of y of each of them, no row twice; `route` makes it.
         rounding: "hf" rounds weight times row to the dtype of y before the sum, as transformers does; "once"
             rounds the sum alone.
         validate: check place on a GPU too (a host sync). None checks on CPU tensors, and everywhere with
@@ -123,8 +122,7 @@ def spread(
 
     Args:
         x: [T, D] in bf16, fp16 or fp32.
-        place: [T, k], int32 or int64: the row of each expert of a token, no row twice; `expert_rows` and
-            `route` make it.
+        place: [T, k], int32 or int64: the row of each expert of a token, no row twice; `route` makes it.
         rows: how many there are; None is one for each place.
         validate: check place on a GPU too (a host sync). None checks on CPU tensors, and everywhere with
             ISOBIT_VALIDATE=1. Without the check nothing is written for a place outside the rows.

@@ -1,5 +1,5 @@
-"""The proofs of `combine` and `spread`: inputs, the truth, error bounds, exact bits in numpy, and what must not
-change the bits of a token."""
+"""The proofs of `combine` and `spread`: inputs, the truth, error bounds, exact bits in numpy, and what must
+not change the bits of a token."""
 
 import math
 from collections.abc import Iterator, Sequence
