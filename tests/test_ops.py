@@ -83,6 +83,7 @@ EXPECTED_CASES |= {
 }
 EXPECTED_CASES |= {("attention", backend): "inputs are fp" for backend in ("triton", "model")}
 EXPECTED_CASES |= {("rope", "triton"): "q is fp64", ("swiglu", "triton"): "gate is fp64"}
+EXPECTED_CASES |= {("swiglu_packed", "triton"): "gate_up is fp64"}
 EXPECTED_CASES |= {("rms_norm", backend): "x is fp64" for backend in ("triton", "model")}
 
 

@@ -21,7 +21,7 @@ from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
 from isobit.ops.rope import rope
 from isobit.ops.route import route
-from isobit.ops.swiglu import swiglu
+from isobit.ops.swiglu import swiglu, swiglu_packed
 
 if TYPE_CHECKING:
     from isobit import drift, integrations, nn
@@ -86,5 +86,6 @@ __all__ = [
     "route",
     "spread",
     "swiglu",
+    "swiglu_packed",
     "warmup",
 ]

@@ -38,8 +38,8 @@ from isobit.numerics import Numerics
 ROUTE_1 = Numerics(
     "route/1",
     "fp32: exp of the device's math library, quotients to nearest, no contraction. A sum over all experts"
-    " adds neighbours until one is left, after zeros up to a power of two; a sum over the experts of a token goes"
-    " from the first on. Weights and gradients are rounded once.",
+    " adds neighbours until one is left, after zeros up to a power of two; a sum over the experts of a token"
+    " goes from the first on. Weights and gradients are rounded once.",
     "GPUs through Triton",
 )
 ROWS_1 = Numerics("expert-rows/1", "A stable sort: integers, and no arithmetic that rounds.", "any")

@@ -122,8 +122,8 @@ def sorted_rows(trial: Trial) -> list[OutputCheck]:
 
 def _sort_checks(place: Tensor, offsets: Tensor, experts: Tensor, E: int, what: str) -> list[OutputCheck]:
     by_torch = reference.expert_rows(experts, E)
-    names = ("2:place", "3:offsets")
-    return [same_bits(n, *pair, what) for n, pair in zip(names, zip((place, offsets), by_torch), strict=True)]
+    ours = (("2:place", place), ("3:offsets", offsets))
+    return [same_bits(name, t, other, what) for (name, t), other in zip(ours, by_torch, strict=True)]
 
 
 def renumbered(trial: Trial) -> list[OutputCheck]:
