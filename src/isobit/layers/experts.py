@@ -4,9 +4,9 @@
     y[i]       = (act(gate) up) Wd[e]^T + bd[e]
     out[t]     = sum_j round(y[t, j] w[t, j])     over the experts of the token, in their order
 
-Rows are sorted by expert with one counting sort, so rows of an expert are in the order of tokens. Products are
-those of `det_grouped_linear`, the activation that of `swiglu_packed`, and tokens go to their rows and back by
-`spread` and `combine`. No token's bits depend on other tokens, forward or backward.
+Rows are sorted by expert with one counting sort, so rows of an expert are in the order of tokens. Products
+are those of `det_grouped_linear`, the activation that of `swiglu_packed`, and tokens go to their rows and
+back by `spread` and `combine`. No token's bits depend on other tokens, forward or backward.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ def experts_forward(
     rows = spread(x, place, validate=False)
     inner = gated(det_grouped_linear(rows, gate_up, offsets, gate_up_bias, validate=False))
     y = det_grouped_linear(inner, down, offsets, down_bias, validate=False)
-    return combine(y, weights.to(y.dtype) if weights.dtype.itemsize == 2 else weights, place, validate=False)
+    return combine(y, weights, place, validate=False)
 
 
 def gated_by(act_fn: Any) -> Callable[[Tensor], Tensor]:
-    """The activation of experts with gates first. Only that of a SiLU has a kernel."""
-    if type(act_fn) is nn.SiLU:
+    """The activation of experts with gates first. A SiLU, PyTorch's or transformers', has a kernel."""
+    if type(act_fn).__name__ in ("SiLU", "SiLUActivation"):
         return swiglu_packed
 
     def gated(gate_up: Tensor) -> Tensor:

@@ -1,3 +1,3 @@
-from isobit.ops.route.op import Routing, expert_rows, route
+from isobit.ops.route.op import Routing, choose_experts, expert_rows, route
 
-__all__ = ["Routing", "expert_rows", "route"]
+__all__ = ["Routing", "choose_experts", "expert_rows", "route"]

@@ -136,6 +136,17 @@ def route(
     ))  # fmt: skip
 
 
+def choose_experts(
+    logits: Tensor, top_k: int, *, order: str, normalize: bool, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """(weights, experts) as `route` returns them, without the sort: for a router whose experts are a module
+    of their own, which sorts."""
+    weights, experts, _, _ = forward(
+        logits=logits, top_k=top_k, order=order, normalize=normalize, dtype=dtype, sort=False
+    )
+    return weights, experts
+
+
 @op(
     "route_bwd",
     like=forward.params("logits", "top_k", "scoring", "order", "normalize", "mask"),
