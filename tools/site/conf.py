@@ -48,6 +48,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/rms_norm": "RMSNorm",
         "docs/rope": "Rotary embedding",
         "docs/swiglu": "SwiGLU",
+        "docs/route": "Router",
+        "docs/combine": "Tokens and experts",
         "docs/delta_rule": "Delta rule",
         "docs/losses": "Losses",
     },

@@ -89,8 +89,8 @@ def combine_rows_bwd(
             at = y + row * (y_row * WORD) + col
             total += g * tl.load(at, mask=(col < D) & here, other=0.0).to(tl.float32)
     if dweights is not None:
-        found = tl.where(here, tree_sum(total, LOG_LANES), 0.0)
-        tl.store(dweights + entry, narrow(found, dweights))
+        total_of_row = tl.where(here, tree_sum(total, LOG_LANES), 0.0)
+        tl.store(dweights + entry, narrow(total_of_row, dweights))
 
 
 @triton.jit(do_not_specialize=["R", "x_row"])

@@ -119,21 +119,21 @@ def combine_exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]
     terms = rows * w
     if args["rounding"] == "hf":
         terms = _wide(torch.from_numpy(terms).to(dtype))
-    found = {"out": _in_turn(terms, dtype)}
+    results = {"out": _in_turn(terms, dtype)}
     if cotangents:
         g = _wide(cotangents[0])[..., None, :]
         dy = torch.zeros(y.shape, dtype=dtype)
         dy[place.flatten()] = torch.from_numpy(g * w).to(dtype).flatten(0, -2)
-        found |= {"gradient:y": dy, "gradient:weights": _dots(g * rows, args["weights"].dtype)}
-    return {name: (ALL, t) for name, t in found.items()}
+        results |= {"gradient:y": dy, "gradient:weights": _dots(g * rows, args["weights"].dtype)}
+    return {name: (ALL, t) for name, t in results.items()}
 
 
 def spread_exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     args = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in args.items()}
-    found = {"y": spread_out(args)[0]}
+    results = {"y": spread_out(args)[0]}
     if cotangents:
-        found["gradient:x"] = _in_turn(_wide(cotangents[0].cpu()[args["place"].long()]), args["x"].dtype)
-    return {name: (ALL, t) for name, t in found.items()}
+        results["gradient:x"] = _in_turn(_wide(cotangents[0].cpu()[args["place"].long()]), args["x"].dtype)
+    return {name: (ALL, t) for name, t in results.items()}
 
 
 def _wide(t: Tensor) -> Any:

@@ -46,8 +46,8 @@ def count_kernel(experts, counts, R, E, blocks, BLOCK: tl.constexpr, COUNTED: tl
     e = experts_of(experts, block * BLOCK + tl.arange(0, BLOCK), R, E)
     for first in range(0, E + 1, COUNTED):
         wanted = first + tl.arange(0, COUNTED)
-        found = tl.sum((e[:, None] == wanted[None, :]).to(tl.int32), axis=0)
-        tl.store(counts + wanted.to(tl.int64) * blocks + block, found, mask=wanted <= E)
+        own = tl.sum((e[:, None] == wanted[None, :]).to(tl.int32), axis=0)
+        tl.store(counts + wanted.to(tl.int64) * blocks + block, own, mask=wanted <= E)
 
 
 @triton.jit(do_not_specialize=["blocks"])

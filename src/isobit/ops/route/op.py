@@ -125,8 +125,8 @@ def route(
     Example:
         >>> import torch, isobit
         >>> logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 0.0]])
-        >>> found = isobit.route(logits, 2, normalize=True)
-        >>> found.experts.tolist(), found.place.tolist(), found.offsets.tolist()
+        >>> routed = isobit.route(logits, 2, normalize=True)
+        >>> routed.experts.tolist(), routed.place.tolist(), routed.offsets.tolist()
         ([[1, 2], [0, 1]], [[1, 3], [0, 2]], [0, 1, 3, 4])
     """
     return Routing(*forward(

@@ -104,13 +104,13 @@ def sorted_rows(trial: Trial) -> list[OutputCheck]:
     """place and offsets are those of a stable sort, for what the op chose and for any numbers: nothing else
     is a promise about them. And masked tokens have none of the rows of experts."""
     args = trial.args()
-    found = trial.op.function(**args, backend=trial.backend)  # type: ignore[misc]
+    routed = trial.op.function(**args, backend=trial.backend)  # type: ignore[misc]
     E = args["logits"].shape[-1]
     what = "against a stable sort"
-    checks = _sort_checks(found.place, found.offsets, found.experts, E, what)
+    checks = _sort_checks(routed.place, routed.offsets, routed.experts, E, what)
     if args["mask"] is not None:
-        rest = found.place[args["mask"] == 0]
-        last = found.offsets[-1].expand_as(rest)
+        rest = routed.place[args["mask"] == 0]
+        last = routed.offsets[-1].expand_as(rest)
         checks.append(same_bits("2:place", torch.minimum(rest, last), last, "masked tokens come last"))
     wild = torch.tensor([5, -7, E, 0, 2**31 - 1, 0, E - 1, -(2**31), 1, 0], device=trial.device)
     for dtype in (torch.int32, torch.int64):

@@ -97,11 +97,11 @@ def route_bwd(**args: Any) -> Tensor:
     w = own / sum_of_own if over_k else own
     d = _in_turn(g * w)[..., None]
     if args["scoring"] == "sigmoid":
-        found = ((g - d) / sum_of_own if args["normalize"] else g) * own * (1.0 - own)
+        at_chosen = ((g - d) / sum_of_own if args["normalize"] else g) * own * (1.0 - own)
     else:
-        found = w * (g - d)
+        at_chosen = w * (g - d)
     if over_k or args["scoring"] == "sigmoid":
-        dz = torch.zeros_like(z).scatter(-1, experts, found)
+        dz = torch.zeros_like(z).scatter(-1, experts, at_chosen)
     else:
         dz = p * (torch.zeros_like(z).scatter(-1, experts, g) - d)
     return torch.where(live[..., None], dz, 0.0).to(logits.dtype)

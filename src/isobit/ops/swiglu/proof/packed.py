@@ -98,7 +98,7 @@ def _steps(args: Args, dtype: torch.dtype, s: Tensor, cotangents: Sequence[Tenso
     limit, alpha = args["limit"], args["alpha"]
     x, v1 = gate.clamp(max=limit), r(up.clamp(-limit, limit) + 1)
     glu = r(x * s)
-    found = {"out": r(v1 * glu), "out size": (v1 * x * s).abs()}
+    results = {"out": r(v1 * glu), "out size": (v1 * x * s).abs()}
     if cotangents:
         g = cotangents[0]
         dglu = r(g * v1)
@@ -106,9 +106,9 @@ def _steps(args: Args, dtype: torch.dtype, s: Tensor, cotangents: Sequence[Tenso
         dgate = torch.where(gate <= limit, r(r(dglu * s) + r(da * alpha)), 0.0)
         dup = torch.where(up.abs() <= limit, r(g * glu), 0.0)
         size = (dglu * s).abs() * (1 + alpha * x.abs())
-        found["gradient:gate_up"] = _packed(args, dgate, dup)
-        found["gradient:gate_up size"] = _packed(args, size, (g * x * s).abs())
-    return found
+        results["gradient:gate_up"] = _packed(args, dgate, dup)
+        results["gradient:gate_up size"] = _packed(args, size, (g * x * s).abs())
+    return results
 
 
 def _packed(args: Args, gate: Tensor, up: Tensor) -> Tensor:
@@ -121,26 +121,26 @@ def _packed(args: Args, gate: Tensor, up: Tensor) -> Tensor:
 def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     """On a GPU PyTorch's eager ops and their autograd; on a CPU numpy, whose exp the interpreter has."""
     if args["gate_up"].is_cuda:
-        found = _eager(args, cotangents)
+        results = _eager(args, cotangents)
     elif args["limit"] is None:
         gate, up = reference.parts(args["gate_up"], args["interleaved"])
         halves = plain.in_numpy({"gate": gate, "up": up}, cotangents)
-        found = {"out": halves["out"]}
+        results = {"out": halves["out"]}
         if cotangents:
-            found["gradient:gate_up"] = _packed(args, halves["gradient:gate"], halves["gradient:up"])
+            results["gradient:gate_up"] = _packed(args, halves["gradient:gate"], halves["gradient:up"])
     else:
-        found = _in_numpy(args, cotangents)
-    return {name: ((slice(None),), t.cpu()) for name, t in found.items()}
+        results = _in_numpy(args, cotangents)
+    return {name: ((slice(None),), t.cpu()) for name, t in results.items()}
 
 
 def _eager(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     leaf = args["gate_up"].detach().requires_grad_()
     with torch.enable_grad():
         (out,) = reference.packed_formula(**args | {"gate_up": leaf})
-    found = {"out": out.detach()}
+    results = {"out": out.detach()}
     if cotangents:
-        (found["gradient:gate_up"],) = torch.autograd.grad(out, leaf, cotangents[0])
-    return found
+        (results["gradient:gate_up"],) = torch.autograd.grad(out, leaf, cotangents[0])
+    return results
 
 
 @np.errstate(all="ignore")
@@ -156,15 +156,15 @@ def _in_numpy(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     x, v1 = np.minimum(gate, limit), r(np.clip(up, -limit, limit) + one)
     s = r(one / (one + np.exp(-r(x * alpha))))
     glu = r(x * s)
-    found = {"out": v1 * glu}
+    results = {"out": v1 * glu}
     if cotangents:
         dglu = r(g[0] * v1)
         da = r(r(dglu * x) * (one - s) * s)
         dgate = np.where(gate <= limit, r(dglu * s) + r(da * alpha), 0)
         dup = np.where(np.abs(up) <= limit, g[0] * glu, 0)
         both = (torch.from_numpy(np.asarray(t, np.float32)) for t in (dgate, dup))
-        found["gradient:gate_up"] = _packed(args, *both).numpy()
-    return {n: torch.from_numpy(np.asarray(t, np.float32)).to(dtype) for n, t in found.items()}
+        results["gradient:gate_up"] = _packed(args, *both).numpy()
+    return {n: torch.from_numpy(np.asarray(t, np.float32)).to(dtype) for n, t in results.items()}
 
 
 def as_swiglu(trial: Trial) -> list[OutputCheck]:
