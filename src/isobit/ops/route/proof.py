@@ -112,6 +112,8 @@ def sorted_rows(trial: Trial) -> list[OutputCheck]:
         rest = routed.place[args["mask"] == 0]
         last = routed.offsets[-1].expand_as(rest)
         checks.append(same_bits("2:place", torch.minimum(rest, last), last, "masked tokens come last"))
+    if trial.backend not in {backend.name for backend in rows_op.backends}:
+        return checks  # a candidate sorts what it chose, and nothing else
     wild = torch.tensor([5, -7, E, 0, 2**31 - 1, 0, E - 1, -(2**31), 1, 0], device=trial.device)
     for dtype in (torch.int32, torch.int64):
         numbers = (wild + (2**40 if dtype == torch.int64 else 0) * (wild == 5)).to(dtype).view(-1, 2)
