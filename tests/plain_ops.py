@@ -214,3 +214,24 @@ def chunk_gated_delta_rule_fwd_h(
     h = torch.stack(states, 1) if states else u.new_zeros(B, 0, HV, K, V)
     v_new = torch.cat(parts, 2).transpose(1, 2).to(k.dtype).contiguous()
     return h, v_new, S if output_final_state else None
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def combine(y: Tensor, weights: Tensor, place: Tensor) -> Tensor:
+    return (y[place.long()] * weights[..., None]).to(y.dtype).sum(-2).to(y.dtype)
+
+
+def spread(x: Tensor, place: Tensor, rows: int | None) -> Tensor:
+    copies = x[:, None].expand(*place.shape, x.shape[1]).flatten(0, 1)
+    count = place.numel() if rows is None else rows
+    return x.new_zeros(count, x.shape[1]).index_copy(0, place.flatten().long(), copies)
+
+
+def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    p = logits.softmax(-1, dtype=torch.float32)
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return p.gather(-1, experts).to(logits.dtype), experts.int()

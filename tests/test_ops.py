@@ -89,6 +89,7 @@ EXPECTED_CASES |= {("rope", "triton"): "q is fp64", ("swiglu", "triton"): "gate 
 EXPECTED_CASES |= {
     (op, backend): "x is fp64" for op in ("rms_norm", "attention_sink") for backend in ("triton", "model")
 }
+EXPECTED_CASES |= {("swiglu_packed", "triton"): "gate_up is fp64"}
 
 
 @pytest.fixture(scope="module")

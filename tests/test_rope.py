@@ -186,10 +186,11 @@ def test_what_is_timed(op: str) -> None:
 def test_no_kernel_contracts_a_product_with_a_sum() -> None:
     """Every launch says so, or nvcc's default would move roundings."""
     from isobit.ops.rope import proof as of_rope
-    from isobit.ops.swiglu import proof as of_swiglu
+    from isobit.ops.swiglu.proof import packed as of_packed
+    from isobit.ops.swiglu.proof import plain as of_swiglu
 
     said: list[Any] = []
-    for proof in (of_rope, of_swiglu):
+    for proof in (of_rope, of_swiglu, of_packed):
         proof.record(lambda kernel, grid, *args, **options: said.append(options), BF16)
-    assert len(said) == 9 and all(options["enable_fp_fusion"] is False for options in said)
+    assert len(said) == 15 and all(options["enable_fp_fusion"] is False for options in said)
     assert all(triton.next_power_of_2(o["TILE"] * o["HALF"]) <= 1024 for o in said if "TILE" in o)

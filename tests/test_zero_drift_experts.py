@@ -11,8 +11,8 @@ from torch import Tensor
 import isobit
 from hf_models import Drift, Run, forward_logits, made, prompts
 from isobit.integrations.hf import HFError, register_experts, zero_drift
-from isobit.integrations.hf.experts import top_k
-from isobit.layers.experts import experts_forward
+from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, Routing
+from isobit.layers.experts import experts_forward, gated_by
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
@@ -75,8 +75,8 @@ def a_layer(tokens: int = 40, E: int = 6, k: int = 3) -> tuple[isobit.nn.DetExpe
     torch.manual_seed(1)
     layer = isobit.nn.DetExperts(E, hidden_size=48, intermediate_size=32).to(BF16)
     x = torch.randn(tokens, 48).to(BF16)
-    weights, experts = top_k(torch.softmax(torch.randn(tokens, E), -1), k)
-    return layer, x, experts, weights.to(BF16)
+    found = isobit.route(torch.randn(tokens, E), k, dtype=BF16)
+    return layer, x, found.experts, found.weights
 
 
 def run(layer: Any, x: Tensor, experts: Tensor, weights: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,13 +144,6 @@ def test_tokens_of_no_expert_get_nothing() -> None:
     assert not layer(x, experts, weights)[2].any()
 
 
-def test_of_equal_probabilities_the_lower_expert_is_chosen() -> None:
-    even = torch.tensor([[0.2, 0.3, 0.2, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0]])
-    weights, experts = top_k(even, 3)
-    assert experts.tolist() == [[1, 3, 0], [0, 1, 2]]
-    assert torch.equal(weights[0], torch.tensor([0.3, 0.3, 0.2]))
-
-
 def test_the_entry_in_the_interface_has_the_bits_of_the_layer(models: dict[str, Any]) -> None:
     model = models["Mixtral"]
     module, (_, x, experts, weights) = model.model.layers[0].mlp.experts, a_layer(9, 4, 2)
@@ -161,7 +154,9 @@ def test_the_entry_in_the_interface_has_the_bits_of_the_layer(models: dict[str, 
         through = module(x, experts, weights)
     finally:
         model.config._experts_implementation = before
-    ours = experts_forward(x, experts, weights, module.gate_up_proj, module.down_proj, module._apply_gate)
+    ours = experts_forward(
+        x, experts, weights, module.gate_up_proj, module.down_proj, gated_by(module.act_fn)
+    )
     assert torch.equal(through, ours)
 
 
@@ -185,6 +180,37 @@ def test_what_depends_on_the_batch_is_refused() -> None:
     refused(model, "mlp.experts: its weight is torch.float32; cast the model to bf16")
 
 
+OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+
+
 def test_experts_of_another_form_are_refused_by_name() -> None:
-    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
-    refused(made("GptOss", **options), "mlp.experts: GptOssExperts multiplies by its gate_up_proj")
+    refused(made("GptOss", **OSS), "GptOssAttention has attention sinks")
+    model = made("Mixtral", **FAMILIES["Mixtral"] | {"num_hidden_layers": 1})
+    model.model.layers[0].mlp.experts.__class__ = type("OtherExperts", (torch.nn.Module,), {})
+    refused(model, "mlp.experts: OtherExperts multiplies by its gate_up_proj")
+
+
+def test_experts_and_router_of_gpt_oss_are_served() -> None:
+    """Weights [E, K, N] with biases, gate and up interleaved, four experts and then a softmax. A token alone
+    has its bits, and all are close to transformers'."""
+    block = made("GptOss", **OSS).model.layers[0].mlp
+    x = 3 * torch.randn(12, 64).to(BF16)
+    _, weights, experts = block.router(x)
+    theirs = block.experts(x, experts, weights)
+    before = block.experts.config._experts_implementation
+    block.experts.config._experts_implementation = register_experts()
+    try:
+        through = block.experts(x, experts, weights)
+    finally:
+        block.experts.config._experts_implementation = before
+    block.router.routing = Routing(False, True, "topk_softmax")
+    block.router.__class__, block.experts.__class__ = DetRouter, DetClampedExperts
+    _, own_weights, own = block.router(x)
+    assert torch.equal(own, experts) and torch.equal(own_weights, weights)
+    ours = block.experts(x, own, own_weights)
+    assert torch.equal(ours, through)
+    assert (ours - theirs).float().norm() < 0.02 * theirs.float().norm()
+    _, w, e = block.router(x[5:6])
+    assert torch.equal(block.experts(x[5:6], e, w), ours[5:6])
+    ours.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in block.parameters())

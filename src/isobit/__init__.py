@@ -10,6 +10,7 @@ from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
 from isobit.ops.attention import attention
 from isobit.ops.attention_sink import attention_sink
+from isobit.ops.combine import combine, spread
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
@@ -22,7 +23,8 @@ from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
 from isobit.ops.rope import rope
-from isobit.ops.swiglu import swiglu
+from isobit.ops.route import route
+from isobit.ops.swiglu import swiglu, swiglu_packed
 
 if TYPE_CHECKING:
     from isobit import drift, integrations, nn, parallel
@@ -71,6 +73,7 @@ __all__ = [
     "attention_sink",
     "chunk_gated_delta_rule_bwd_dhu",
     "chunk_gated_delta_rule_fwd_h",
+    "combine",
     "det_gemm",
     "det_gemm_dw",
     "det_grouped_dw",
@@ -92,6 +95,9 @@ __all__ = [
     "ratio_kl",
     "rms_norm",
     "rope",
+    "route",
+    "spread",
     "swiglu",
+    "swiglu_packed",
     "warmup",
 ]

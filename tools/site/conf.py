@@ -52,6 +52,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/swiglu": "SwiGLU",
         "docs/gated_delta_rule": "Gated delta rule",
         "docs/gated_delta_step": "Gated delta rule, decoding",
+        "docs/route": "Router",
+        "docs/combine": "Tokens and experts",
         "docs/delta_rule": "Delta rule",
         "docs/losses": "Losses",
     },

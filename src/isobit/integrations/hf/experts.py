@@ -1,8 +1,8 @@
 """Mixtures of experts of transformers: their experts through `isobit.nn.DetExperts`, and their routers.
 
 Modules are known by their classes: no attribute says how a router computes its weights. Logits are a product
-of `det_linear`, probabilities torch's softmax in fp32. Of equal probabilities the lower expert comes first,
-which `torch.topk` does not say. The weights of a token are added in their order where they are normalised.
+of `det_linear`, experts and weights are those of `route`: of equal scores the lower expert comes first, which
+`torch.topk` does not say, and sums have one order.
 """
 
 from importlib import import_module
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from isobit.integrations.hf.errors import HFError
-from isobit.layers.experts import DetExperts, experts_forward
+from isobit.layers.experts import DetExperts, experts_forward, gated_by
 from isobit.ops.det_gemm import det_linear
+from isobit.ops.route import choose_experts
+from isobit.ops.swiglu import swiglu_packed
 
 #: In transformers' ExpertsInterface.
 NAME = "isobit"
@@ -21,27 +23,37 @@ NAME = "isobit"
 #: Classes of experts with gates first and no bias: those of transformers that are served.
 EXPERTS = ("Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts")
 
+#: With weights [E, K, N], gate and up as every other column, biases, and a clamped activation.
+CLAMPED = ("GptOssExperts",)
+
 #: The parameters that experts have.
 PARAMETERS = {"gate_up_proj", "down_proj"}
+BIASES = {"gate_up_proj_bias", "down_proj_bias"}
+
+#: What else decides how experts compute: what Mixtral has, and what GPT-OSS has.
+PLAIN_FORM = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+CLAMPED_FORM = PLAIN_FORM | {"has_bias": True, "is_transposed": True, "is_concatenated": False}
 
 
 class Routing(NamedTuple):
     """How weights become those of a token: divided by their sum or not, if None as `norm_topk_prob` of the
-    module says; `narrow`: rounded to the dtype of the logits."""
+    module says; `narrow`: rounded to the dtype of the logits; `order` as in `isobit.route`."""
 
     normalize: bool | None
     narrow: bool
+    order: str = "softmax_topk"
 
 
 ROUTERS = {
     "Qwen3MoeTopKRouter": Routing(None, True),
     "OlmoeTopKRouter": Routing(None, True),
     "MixtralTopKRouter": Routing(True, False),
+    "GptOssTopKRouter": Routing(False, True, "topk_softmax"),
 }
 
 
 class DetRouter(nn.Module):
-    """A swapped router: the same object with the same weight, and another class."""
+    """A swapped router: the same object with the same parameters, and another class."""
 
     weight: Tensor
     top_k: int
@@ -50,26 +62,41 @@ class DetRouter(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, weights, experts) of [tokens, D]."""
         rows = hidden_states.reshape(-1, self.weight.shape[1])
-        logits = det_linear(rows, self.weight)
-        weights, experts = top_k(torch.softmax(logits, -1, dtype=torch.float32), self.top_k)
-        normalize = self.routing.normalize
-        if self.norm_topk_prob if normalize is None else normalize:
-            weights = weights / in_order(weights)[:, None]
-        return logits, weights.to(logits.dtype) if self.routing.narrow else weights, experts
+        logits = det_linear(rows, self.weight, getattr(self, "bias", None))
+        normalize, narrow, order = self.routing
+        if normalize is None:
+            normalize = bool(self.norm_topk_prob)
+        dtype = None if narrow else torch.float32
+        weights, experts = choose_experts(logits, self.top_k, order=order, normalize=normalize, dtype=dtype)
+        return logits, weights, experts
 
 
-def top_k(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of every row, the lower index first where two are equal."""
-    ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
-    return ordered[:, :count], index[:, :count]
+class DetClampedExperts(DetExperts):
+    """Swapped experts of GPT-OSS: the same object with the same parameters, and another class. Its weights
+    are read in place."""
+
+    gate_up_proj_bias: Tensor
+    down_proj_bias: Tensor
+    limit: float
+    alpha: float
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[tokens, D] of [tokens, D], and the experts of each token and their weights, [tokens, k]."""
+        return _clamped_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        E, F, D = self.down_proj.shape
+        return f"{E}, hidden_size={D}, intermediate_size={F}, limit={self.limit}"
 
 
-def in_order(weights: Tensor) -> Tensor:
-    """The sum of every row, from the first on."""
-    total = weights[:, 0]
-    for each in weights.unbind(1)[1:]:
-        total = total + each
-    return total
+def _clamped_forward(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def gated(gate_up: Tensor) -> Tensor:
+        return swiglu_packed(gate_up, interleaved=True, limit=experts.limit, alpha=experts.alpha)
+
+    return experts_forward(
+        x, chosen, weights, experts.gate_up_proj.mT, experts.down_proj.mT, gated, experts.gate_up_proj_bias,
+        experts.down_proj_bias,
+    )  # fmt: skip
 
 
 def register_experts() -> str:
@@ -91,8 +118,10 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     reason = _unlike(self)
     if reason is not None:
         raise HFError(f"isobit's experts(self: {type(self).__name__}): {reason}")
+    if type(self).__name__ in CLAMPED:
+        return _clamped_forward(self, hidden_states, top_k_index, top_k_weights)
     return experts_forward(
-        hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, self._apply_gate
+        hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, gated_by(self.act_fn)
     )
 
 
@@ -100,23 +129,24 @@ def _unlike(module: Any) -> str | None:
     """Why a module of experts is not one that `experts_forward` computes, or None."""
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are on several devices (expert parallelism)"
-    given = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-    other = [name for name, wanted in given.items() if getattr(module, name, wanted) is not wanted]
-    return f"{', '.join(other)} of it is not as in Mixtral or Qwen3-MoE" if other else None
+    clamped = type(module).__name__ in CLAMPED or isinstance(module, DetClampedExperts)
+    form, models = (CLAMPED_FORM, "GPT-OSS") if clamped else (PLAIN_FORM, "Mixtral or Qwen3-MoE")
+    other = [name for name, wanted in form.items() if getattr(module, name, wanted) is not wanted]
+    return f"{', '.join(other)} of it is not as in {models}" if other else None
 
 
 def is_router(module: nn.Module) -> bool:
     return type(module).__name__ in ROUTERS
 
 
-def is_experts(module: nn.Module) -> bool:
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    return type(module).__name__ in EXPERTS and own == PARAMETERS
-
-
 def swapped_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that serves a module, if it is one of a mixture of experts."""
-    return DetExperts if is_experts(module) else DetRouter if is_router(module) else None
+    name, own = type(module).__name__, {name for name, _ in module.named_parameters(recurse=False)}
+    if name in EXPERTS and own == PARAMETERS:
+        return DetExperts
+    if name in CLAMPED and own == PARAMETERS | BIASES:
+        return DetClampedExperts
+    return DetRouter if is_router(module) else None
 
 
 def routing_of(module: nn.Module) -> Routing:

@@ -22,7 +22,7 @@ from isobit.frame.caller import warn
 from isobit.integrations.hf import adapters
 from isobit.integrations.hf.attention import NAME, PAGED
 from isobit.integrations.hf.errors import HFError, by_reason
-from isobit.integrations.hf.experts import DetRouter
+from isobit.integrations.hf.experts import DetClampedExperts, DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import is_compiled, of_module, refusal
 from isobit.layers.experts import DetExperts
@@ -182,7 +182,7 @@ class Guard:
     def _new(self, module: nn.Module) -> str | None:
         kind = class_of(module)
         if isinstance(module, DetLinear | DetRMSNorm | DetExperts | DetRouter):
-            served = (DetLinear, DetRMSNorm, DetExperts, DetRouter)
+            served = (DetLinear, DetRMSNorm, DetExperts, DetClampedExperts, DetRouter)
             ours = type(module).forward in [each.forward for each in served]
             return None if ours else f"its class is {kind.__name__} now"
         if kind is nn.Linear:

@@ -16,7 +16,7 @@ from torch import nn
 from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.batching import KEPT, MAKES, Makes
-from isobit.integrations.hf.experts import DetRouter, routing_of, swapped_class
+from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, routing_of, swapped_class
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
 from isobit.integrations.hf.tensor_parallel import join
@@ -37,6 +37,9 @@ from isobit.layers.linear import DetLinear, Swap, class_here, default_class, lin
 #: that its layers were to have.
 CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"
 NUMERICS = "numerics_of_zero_drift"
+
+#: The classes that modules get, other than linear layers.
+SWAPPED = (DetRMSNorm, DetExperts, DetClampedExperts, DetRouter)
 
 
 def never(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -124,7 +127,7 @@ def turn_off(model: Any) -> None:
     nothing is touched: undo that first."""
     modules = marked(model)
     for name, module in modules.items():
-        if class_of(module) is not DetLinear and type(module) not in (DetRMSNorm, DetExperts, DetRouter):
+        if class_of(module) is not DetLinear and type(module) not in SWAPPED:
             raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
     join(model)
     model.set_attn_implementation(getattr(model, ATTENTION))  # all else cannot fail
@@ -165,7 +168,7 @@ def _restore(modules: Collection[nn.Module]) -> None:
         if isinstance(module, DetRMSNorm):
             module.__class__ = getattr(module, CLASS)
             del module.options
-        elif isinstance(module, DetExperts | DetRouter):
+        elif isinstance(module, SWAPPED):
             module.__class__ = getattr(module, CLASS)
             vars(module).pop("routing", None)
         delattr(module, CLASS)

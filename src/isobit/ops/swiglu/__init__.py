@@ -1,3 +1,3 @@
-from isobit.ops.swiglu.op import swiglu
+from isobit.ops.swiglu.op import swiglu, swiglu_packed
 
-__all__ = ["swiglu"]
+__all__ = ["swiglu", "swiglu_packed"]

@@ -18,6 +18,7 @@ from isobit.spec.proof import Args, Case, InputOptions, Kernels, Mutant, NoSum, 
 from isobit.spec.trial import Trial
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ALL_DTYPES = (BF16, F16, F32)
 MB = 1 << 20
 BY_ROWS = ("gate", "up")
 
@@ -67,7 +68,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     apart, and a number that is then rounded to 16 bits may round to the other neighbour. So every result is
     followed through its roundings from both ends of an interval."""
     x, up = args["gate"], args["up"]
-    dtype = _dtype_of(x, up)
+    dtype = dtype_of(x, up)
     eps = 2.0**-52 if dtype == F64 else 2.0**-23
     s = torch.sigmoid(x)
     act = x * s
@@ -94,7 +95,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     return sizes
 
 
-def _dtype_of(*given: Tensor) -> torch.dtype:
+def dtype_of(*given: Tensor) -> torch.dtype:
     """The dtype that these fp64 tensors came from: the narrowest that represents all values."""
     for dtype in (BF16, F16, F32):
         if all(bool((t.to(dtype).double() == t).all()) for t in given):
@@ -110,7 +111,7 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     which has no fused multiply-add. Of the last rows of a batch of gigabytes."""
     last = slice(-1000 if args["gate"].numel() > 1 << 28 else None, None)
     args, cotangents = {n: args[n][last] for n in BY_ROWS}, [g[last] for g in cotangents]
-    found = _eager(args, cotangents) if args["gate"].is_cuda else _in_numpy(args, cotangents)
+    found = _eager(args, cotangents) if args["gate"].is_cuda else in_numpy(args, cotangents)
     return {name: ((last,), t.cpu()) for name, t in found.items()}
 
 
@@ -126,7 +127,7 @@ def _eager(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 @np.errstate(all="ignore")
-def _in_numpy(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+def in_numpy(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     dtype, one = args["gate"].dtype, np.float32(1)
 
     def narrow(x: Any) -> Tensor:
@@ -230,7 +231,7 @@ MUTANTS = [
     Mutant("up of other rows", "up", lambda a: a | {"up": a["up"][1:]}),
 ]
 
-PROOF = Proof(
+PLAIN = Proof(
     op=forward,
     op_class="swiglu",
     outputs=("out",),
@@ -252,5 +253,3 @@ PROOF = Proof(
     agree_cases=_AGREE,
     also=roundings_show,
 )
-
-PROOFS = [PROOF]
