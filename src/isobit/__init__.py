@@ -9,6 +9,7 @@ from isobit.frame.backend import Explanation, UnsupportedError
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
 from isobit.ops.attention import attention
+from isobit.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
@@ -61,6 +62,8 @@ __all__ = [
     "Explanation",
     "UnsupportedError",
     "attention",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule_bwd_dhu",
     "det_gemm",
     "det_gemm_dw",
