@@ -475,3 +475,45 @@ def test_a_run_of_tests_that_isobit_served_nothing_of_fails(
     assert "FAILED: isobit has served no call" in capsys.readouterr().out
     monkeypatch.setattr(pytest, "main", lambda arguments: 5)
     assert fla_pytest.main([]) == 5
+
+
+# The states of the forward
+
+
+def of_forward(**changed: Any) -> Calls:
+    gen = torch.Generator().manual_seed(0)
+    k, w, u = (0.3 * torch.randn(1, 100, 2, 16, generator=gen) for _ in range(3))
+    return {"k": k, "w": w, "u": u, "g": -torch.rand(1, 100, 2, generator=gen)} | changed
+
+
+def test_fla_takes_the_states_of_its_forward_where_they_are_wanted(module: types.ModuleType) -> None:
+    args = of_forward(output_final_state=True)
+    with fla.enable("reference", states="reference") as on:
+        found = module.chunk_gated_delta_rule_fwd_h(**args)
+        expected = isobit.chunk_gated_delta_rule_fwd_h(**args)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        with pytest.raises(isobit.UnsupportedError, match=r"enable\(states=None\): it is already enabled"):
+            fla.enable("reference")
+    assert (on.served, on.passed) == (1, {})
+
+
+def test_states_of_the_forward_that_are_passed_on(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda **given: given["v_new"].fill_(7.0)
+
+    monkeypatch.setattr(module, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", Kernel())
+    function = module.chunk_gated_delta_rule_fwd_h
+    with fla.enable("reference") as on:
+        assert (function(**of_forward())[1] == 7.0).all() and (on.served, on.passed) == (0, {})
+    with fla.enable("reference", states="model") as on:
+        for changed in ({"chunk_size": 32}, {"w": torch.ones(1, 100, 2, 16).half()}, {}):
+            with pytest.warns(UserWarning, match="FLA's own kernel serves"):
+                assert (function(**of_forward(**changed))[1] == 7.0).all()
+    assert on.served == 0 and sorted(on.passed) == [
+        "chunk_size=32 of chunk_gated_delta_rule_fwd_h is not 64",
+        "inputs are fp32; the class has 16-bit operands",
+        "w is fp16 and k is fp32",
+    ]

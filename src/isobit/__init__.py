@@ -14,6 +14,8 @@ from isobit.ops.delta_gates import delta_gates
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
+from isobit.ops.gated_delta_rule import chunk_gated_delta_rule_fwd_h, gated_delta_rule
+from isobit.ops.gated_delta_rule_step import DeltaState, gated_delta_rule_step
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_policy_loss import linear_policy_loss
@@ -61,12 +63,14 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "OPS",
     "ContractError",
+    "DeltaState",
     "Explanation",
     "UnsupportedError",
     "attention",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_gated_delta_rule_bwd_dhu",
+    "chunk_gated_delta_rule_fwd_h",
     "delta_gates",
     "det_gemm",
     "det_gemm_dw",
@@ -75,6 +79,8 @@ __all__ = [
     "det_linear",
     "drift",
     "explain",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
     "group_advantages",
     "grpo_loss",
     "integrations",

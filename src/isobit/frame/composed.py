@@ -7,7 +7,8 @@
     def linear_policy_loss(hidden: Float[Tensor, "* D"], loss_fn: Callable[..., Any], ...) -> ...
 
 Such a function has a contract, rules, backends and a proof, like an op. It is not a `torch.library` op,
-because a graph cannot contain code that is unknown before it runs. An argument that is neither a tensor nor
+because a graph cannot contain code that is unknown before it runs, nor an object that is written into: `why`
+says which. An argument that is neither a tensor nor
 a number may be anything; its rules check it.
 """
 
@@ -39,13 +40,15 @@ class Served(NamedTuple):
 class Composed(PublicOp):
     """A function over ops, with its public name."""
 
+    why: str = "it runs the caller's own code between them"  # why a graph cannot contain a call
+
     def _register(self) -> None:
         OPS[self.name] = self
 
     @property
     def untraceable(self) -> str:
         """Why a graph cannot contain a call."""
-        return f"{self.name} is a function over ops: it runs the caller's own code between them"
+        return f"{self.name} is a function over ops: {self.why}"
 
     def __call__(self, **given: Any) -> Any:
         raise TypeError(f"{self.untraceable}; call isobit.{self.name}")
@@ -99,10 +102,11 @@ class Composed(PublicOp):
         return Served(args, backend.name, validate)
 
 
-def composed(name: str) -> Callable[[Callable[..., Any]], Composed]:
-    """Declare a function over ops: what its public function does not say, as for `public_op`."""
+def composed(name: str, *, why: str = Composed.why) -> Callable[[Callable[..., Any]], Composed]:
+    """Declare a function over ops: what its public function does not say, as for `public_op`; and why a graph
+    cannot contain it."""
 
     def declare(fn: Callable[..., Any]) -> Composed:
-        return Composed(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0], declared=fn)
+        return Composed(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0], declared=fn, why=why)
 
     return declare

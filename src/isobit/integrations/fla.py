@@ -11,6 +11,9 @@ including those that imported the function earlier.
         loss.backward()
     print(on.served, on.passed)
 
+With `enable(states="triton")` FLA also takes the states of its forward from
+`isobit.chunk_gated_delta_rule_fwd_h`, in the class `gdr/1`.
+
 Calls that isobit does not serve are passed on to FLA's own kernel. They are counted by reason, with a warning
 for the first of each. Where no call can be served, because there is no GPU for the backend, `enable` warns at
 once.
@@ -33,13 +36,20 @@ from isobit.frame.device import default_device, hopper_cannot_run, triton_cannot
 from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.ops.delta_rule.op import backward as op
 from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu
+from isobit.ops.gated_delta_rule import chunk_gated_delta_rule_fwd_h
+from isobit.ops.gated_delta_rule.states_op import states as forward_op
 
 NAME, MODULE = "chunk_gated_delta_rule_bwd_dhu", "fla.ops.common.chunk_delta_h"
 OURS = inspect.signature(chunk_gated_delta_rule_bwd_dhu).parameters
 
+#: The states of the forward.
+FORWARD = "chunk_gated_delta_rule_fwd_h"
+OF_FORWARD = inspect.signature(chunk_gated_delta_rule_fwd_h).parameters
+
 #: Versions of FLA, and how many arguments of our function FLA's has there. Other versions are refused even if
 #: they look the same: gates were once natural logarithms under the same names.
 ARGUMENTS = {"0.5.2": 14, "0.6.0": 16}
+FORWARD_ARGUMENTS = {"0.5.2": 13, "0.6.0": 14}
 
 INSTALL = "pip install fla-core==0.6.0"
 
@@ -105,6 +115,18 @@ def _check_signature(fla: _Fla) -> None:
         raise _refusal(f"found {NAME}({theirs}) in version {fla.version}, but isobit needs {NAME}({ours})")
 
 
+def _check_forward(fla: _Fla) -> None:
+    """The same for the states of the forward, if they are wanted."""
+    function = vars(import_module(MODULE)).get(FORWARD)
+    if function is None:
+        raise _refusal(f"version {fla.version} has no {FORWARD} in {MODULE}")
+    theirs = _text(inspect.signature(function).parameters.values())
+    ours = _text(list(OF_FORWARD.values())[: FORWARD_ARGUMENTS[fla.version]])
+    if theirs != ours:
+        what = f"found {FORWARD}({theirs}) in version {fla.version}, but isobit needs {FORWARD}({ours})"
+        raise _refusal(what)
+
+
 def _text(parameters: Iterable[inspect.Parameter]) -> str:
     """Without annotations, which do not matter."""
     return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
@@ -142,6 +164,23 @@ def why_not(backend: Backend, given: dict[str, Any]) -> str | None:
     return backend.when({**given, "chunk_size": chunk_size})
 
 
+def why_not_forward(backend: Backend, given: dict[str, Any]) -> str | None:
+    """The same for the states of the forward."""
+    chunk_size, k = given.get("chunk_size", 64), given["k"]
+    if chunk_size != 64:
+        return f"chunk_size={chunk_size} of {FORWARD} is not 64"
+    if given.get("chunk_indices") is not None and given.get("cu_seqlens") is None:
+        return "chunk_indices comes without cu_seqlens"
+    for name in ("w", "u"):
+        if given[name].dtype != k.dtype:
+            return f"{name} is {dtype_name(given[name].dtype)} and k is {dtype_name(k.dtype)}"
+    for name in ("g", "gk"):
+        gate = given.get(name)
+        if gate is not None and gate.dtype != torch.float32:
+            return f"{name} is {dtype_name(gate.dtype)} and not fp32"
+    return backend.when(given)
+
+
 #: Stands for tensors in a probing call.
 _PROBE = object()
 
@@ -157,6 +196,12 @@ def _backend_class(base: type) -> Any:
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
             """Whether isobit serves a call. FLA's own method would treat an error in here as a refusal."""
+            if function_name == FORWARD and self.patch.states is not None:
+                given = dict(zip(OF_FORWARD, args, strict=False)) | kwargs
+                reason = why_not_forward(self.patch.states, given)
+                if reason is not None:
+                    self.patch.count_passed(reason)
+                return reason is None, reason
             if function_name != NAME:
                 return False, f"isobit has {NAME} alone"
             given = dict(zip(OURS, args, strict=False)) | kwargs
@@ -172,6 +217,13 @@ def _backend_class(base: type) -> Any:
                 return _PROBE
             with torch.no_grad():  # FLA's kernels leave no graph either
                 results = chunk_gated_delta_rule_bwd_dhu(*args, **kwargs, backend=self.patch.serving.name)
+            self.patch.count_served()
+            return results
+
+        def chunk_gated_delta_rule_fwd_h(self, *args: Any, **kwargs: Any) -> Any:
+            assert self.patch.states is not None  # or `verify` would have refused
+            with torch.no_grad():
+                results = chunk_gated_delta_rule_fwd_h(*args, **kwargs, backend=self.patch.states.name)
             self.patch.count_served()
             return results
 
@@ -214,10 +266,10 @@ def _unregister(fla: _Fla) -> None:
 
 
 class _Patch(Patch):
-    def __init__(self, fla: _Fla, serving: Backend) -> None:
+    def __init__(self, fla: _Fla, serving: Backend, states: Backend | None = None) -> None:
         own = f"{SWITCH.name}: FLA's own kernel serves {NAME} here"
         super().__init__(backend=serving.name, instead=own)
-        self.fla, self.serving = fla, serving
+        self.fla, self.serving, self.states = fla, serving, states
 
     def undo(self) -> None:
         _unregister(self.fla)
@@ -246,7 +298,7 @@ def _warn_if_nothing_is_served(backend: str) -> None:
 _fla: _Fla | None = None  # checked
 
 
-def enable(backend: str = "hopper") -> Enabled:
+def enable(backend: str = "hopper", states: str | None = None) -> Enabled:
     """Let FLA take the gradients of delta-rule states from isobit: until `disable`, or as a context manager
     until the end of its block. If it is already enabled, it stays enabled and keeps counting.
 
@@ -254,6 +306,8 @@ def enable(backend: str = "hopper") -> Enabled:
         backend: the backend of isobit to use: "hopper", or, without such a GPU, "triton" or "reference".
             Calls that it cannot serve are passed on to FLA's own kernel. If it can serve none, because there
             is no such GPU, this warns.
+        states: the backend that computes the states of the forward too, "triton", "model" (CPU) or
+            "reference"; None leaves them to FLA.
 
     Returns:
         An object with `served`, the number of calls that isobit has computed, and `passed`, the number of
@@ -272,17 +326,28 @@ def enable(backend: str = "hopper") -> Enabled:
         (24, Counter())
     """
     serving = op.backend_named(backend)
+    of_forward = None if states is None else forward_op.backend_named(states)
 
     def apply() -> _Patch:
         global _fla
         if _fla is None or getattr(sys.modules.get(MODULE), NAME, None) is not _fla.function:
             _fla = _checked()
+        if of_forward is not None:
+            _check_forward(_fla)
         _warn_if_nothing_is_served(backend)
-        patch = _Patch(_fla, serving)
+        patch = _Patch(_fla, serving, of_forward)
         _register(_fla, patch)
         return patch
 
-    return SWITCH.on(backend, apply)
+    with SWITCH.lock:
+        known = SWITCH.patch
+        if isinstance(known, _Patch) and known.backend == backend and known.states is not of_forward:
+            before = None if known.states is None else known.states.name
+            raise UnsupportedError(
+                f"{SWITCH.name}.enable(states={states!r}): it is already enabled with states={before!r}; "
+                "call disable() first"
+            )
+        return SWITCH.on(backend, apply)
 
 
 def disable() -> None:

@@ -221,7 +221,8 @@ def with_gradient(
 
 
 def cloned(args: Args) -> Args:
-    """Private copies that keep values, strides and alignment: of the storage, not only of the view."""
+    """Private copies that keep values, strides and alignment: of the storage, not only of the view. An object
+    that is written into, the state of a layer, copies itself."""
 
     def copy(t: Tensor) -> Tensor:
         storage = t.untyped_storage().clone()
@@ -229,7 +230,12 @@ def cloned(args: Args) -> Args:
             storage, t.storage_offset(), t.shape, t.stride()
         )
 
-    return {k: copy(v) if isinstance(v, Tensor) else v for k, v in args.items()}
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return copy(value)
+        return value.clone() if hasattr(value, "clone") else value
+
+    return {name: of(value) for name, value in args.items()}
 
 
 def in_fp64(args: Args) -> Args:

@@ -14,18 +14,18 @@ _ONE = np.float32(1)
 
 def sigmoid(x: Array) -> Array:
     with np.errstate(over="ignore"):
-        found: Array = _ONE / (_ONE + np.exp(-x))
-    return found
+        y: Array = _ONE / (_ONE + np.exp(-x))
+    return y
 
 
 def silu(x: Array) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
-        found: Array = x / (_ONE + np.exp(-x))
-    return found
+        y: Array = x / (_ONE + np.exp(-x))
+    return y
 
 
 def silu_slope(x: Array) -> Array:
     s = sigmoid(x)
     with np.errstate(over="ignore", invalid="ignore"):
-        found: Array = s * (_ONE + x * (_ONE - s))
-    return found
+        y: Array = s * (_ONE + x * (_ONE - s))
+    return y

@@ -14,5 +14,5 @@ def softplus(x: Array) -> Array:
         e = np.exp(x)
         u = _ONE + e
         near = np.log(u) * e / np.where(u == _ONE, _ONE, u - _ONE)
-        found: Array = np.where(x > np.float32(20), x, np.where(u == _ONE, e, near))
-    return found
+        y: Array = np.where(x > np.float32(20), x, np.where(u == _ONE, e, near))
+    return y

@@ -19,8 +19,8 @@ def log(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), and x itself above 20, as PyTorch has it. With u = 1 + e rounded, log(u) e / (u - 1) makes
-    up for what the rounding of u has lost."""
+    """log(1 + e^x), and x itself above 20, as PyTorch has it. With u = 1 + e rounded, log(u) e / (u - 1)
+    makes up for what the rounding of u has lost."""
     e = exp(x)
     u = 1.0 + e
     near = tl.div_rn(log(u) * e, tl.where(u == 1.0, 1.0, u - 1.0))

@@ -36,7 +36,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.frame.contract import dtype_name
 from isobit.frame.launch import Launch, run
-from isobit.kernels.triton.interpreter import INTERPRETED, narrow, rounded
+from isobit.kernels.triton.chain import fma, product
+from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.kernels.triton.tiles import Tile, compile_options
 from isobit.ops.attention.calls import (
     FEW_ROWS,
@@ -49,16 +50,13 @@ from isobit.ops.attention.calls import (
     key_bounds,
     which_tanh,
 )
-from isobit.ops.attention.kernels_triton_softcap import capped, fma
+from isobit.ops.attention.kernels_triton_softcap import capped
 
 #: With this many programs even the largest GPUs are full, and splitting the keys further gains nothing.
 MANY_PROGRAMS = 1024
 
 #: States of a row that are loaded at once while they are folded.
 STATES_AT_ONCE = 16
-
-#: Products that are added to an accumulator in one matrix step.
-GROUP = 16
 
 #: Upper bound on halvings of a row, for unrolled loops; the ones that are not needed generate no code.
 MOST_HALVINGS = tl.constexpr(8)
@@ -166,29 +164,6 @@ def load_rows(at, offset, live, D: tl.constexpr, DP: tl.constexpr):
 
 
 # Sums in a stated order
-
-
-if INTERPRETED.value:
-
-    def product(left, right, acc):
-        """In the interpreter, on its numpy arrays: a step adds its 16 products in ascending
-        order in fp32, then their sum to the accumulator. As on a tensor core no step gives -0, so a step of
-        zeros changes nothing. numpy's own product would use an order that depends on the shapes."""
-        acc = acc + 0.0  # a copy
-        a, b, total = left.to(tl.float32).handle.data, right.to(tl.float32).handle.data, acc.handle.data
-        for first in range(0, a.shape[1], GROUP):
-            step = a[:, first, None] * b[first]
-            for i in range(first + 1, first + GROUP):
-                step += a[:, i, None] * b[i]
-            total += step + 0.0
-        return acc
-
-else:
-
-    @triton.jit
-    def product(left, right, acc):
-        """left [m, k] times right [k, n], added to acc by matrix steps over ascending k."""
-        return tl.dot(left, right, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.temperature import LOG2E
+from isobit.kernels.triton.chain import fma, product
 from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.kernels.triton.tiles import Tile, compile_options
 from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds, which_tanh
@@ -33,13 +34,12 @@ from isobit.ops.attention.kernels_triton import (
     load_keys,
     load_rows,
     piece_of,
-    product,
     row_sums,
     strides_of,
     tile_of,
     tile_rows,
 )
-from isobit.ops.attention.kernels_triton_softcap import bent, fma, full, tanh
+from isobit.ops.attention.kernels_triton_softcap import bent, full, tanh
 
 _LOG2E = tl.constexpr(LOG2E)
 #: Counters that the kernel of delta sets to zero, for kernels that take their work from one.

@@ -1,37 +1,18 @@
-"""Fused multiply-adds and capped scores of both classes, for the Triton kernels. CAPPED is the number of the
+"""Capped scores of both classes, for the Triton kernels. CAPPED is the number of the
 class. And the functions of the backend of attn/2, which are those of attn/1 with another tanh."""
 
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 
 from isobit.frame.backend import resolve
-from isobit.kernels.triton.interpreter import INTERPRETED
+from isobit.kernels.triton.chain import fma
 from isobit.ops.attention import softcap
-from isobit.ops.attention.model import fused
 
 _S2, _S1, _S0 = tl.constexpr(softcap.S2), tl.constexpr(softcap.S1), tl.constexpr(softcap.S0)
 _A3, _A2 = tl.constexpr(softcap.A3), tl.constexpr(softcap.A2)
 _A1, _A0 = tl.constexpr(softcap.A1), tl.constexpr(softcap.A0)
-
-
-if INTERPRETED.value:
-
-    def fma(x, y, z):
-        """In the interpreter, whose own `tl.fma` rounds twice up to Triton 3.8."""
-        result = x * y + z  # a tensor of the right shape
-        factor = np.float32(y) if isinstance(y, float) else y.handle.data
-        result.handle.data[...] = fused(x.handle.data, factor, z.handle.data)
-        return result
-
-else:
-
-    @triton.jit
-    def fma(x, y, z):
-        """x y + z with one rounding."""
-        return tl.fma(x, y, z)
 
 
 @triton.jit

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from isobit.frame.contract import dtype_name
 from isobit.kernels.host.temperature import LOG2E
+from isobit.numerics.cpu_steps import GROUP, fused, product
 from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, factors_of, key_bounds, which_tanh
 from isobit.ops.attention.softcap import bent, too_large
 
 Array = np.ndarray
 
-GROUP = 16
 F32 = np.float32
 LN2 = F32(0.6931471805599453)
 
@@ -39,32 +39,7 @@ class Arithmetic(NamedTuple):
     log2: Callable[[Array], Array]
 
 
-def _product(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array:
-    """Each step sums 16 products in ascending order, then adds the sum to the accumulator. No result is
-    -0."""
-    acc = acc.copy()
-    for first in range(0, left.shape[1], GROUP):
-        step = np.zeros_like(acc)
-        for i in range(first, min(first + GROUP, left.shape[1])):
-            step = left[:, i : i + 1] * right[i] if i == first else step + left[:, i : i + 1] * right[i]
-        acc += step + F32(0.0)
-    return acc
-
-
-def fused(x: Array, y: Any, z: Array) -> Array:
-    """x y + z in fp32 with one rounding. The product is exact in fp64. The sum is rounded to odd in fp64, so
-    that the final rounding to fp32 is correct (no double rounding)."""
-    product, z = np.broadcast_arrays(x.astype(np.float64) * y, np.asarray(z, np.float64))
-    total = product + z
-    part = total - product
-    lost = (product - (total - part)) + (z - part)
-    odd = (total.view(np.int64) & 1).astype(bool)
-    toward = np.where((lost > 0) == (total > 0), 1, -1)
-    fix = (lost != 0) & ~odd & np.isfinite(total)
-    return (total.view(np.int64) + np.where(fix, toward, 0)).view(np.float64).astype(np.float32)
-
-
-CPU = Arithmetic(_product, fused, np.exp2, np.log2)
+CPU = Arithmetic(product, fused, np.exp2, np.log2)
 
 
 # Where the sequences are

@@ -59,15 +59,15 @@ def input_of(x, state, row, sequence, begin, col, N, T, S, x_sb, x_st, D, U: tl.
     inside = (row >= begin) & (row >= 0) & (row < N)
     at = b * x_sb + (row - b * T) * x_st
     mask = inside[:, None] & (col < D)[None, :]
-    found = tl.load(x + at[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + at[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
     if state is not None:
         back = row - begin + U
         before = (row < begin) & (back >= 0) & (sequence < S) & (sequence >= 0)
         at = (sequence * U + back) * D
         mask = before[:, None] & (col < D)[None, :]
         held = tl.load(state + at[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        found = tl.where(before[:, None], held, found)  # not a sum, which would lose the sign of -0
-    return found
+        value = tl.where(before[:, None], held, value)  # not a sum, which would lose the sign of -0
+    return value
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def dense(t: Tensor | None) -> Tensor | None:
 def causal_conv1d(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None]:
     """(out, final_state)."""
     x, weight = args["x"], args["weight"].contiguous()
-    (B, T, D), W = x.shape, weight.shape[-1]
+    (_, T, D), W = x.shape, weight.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     state = dense(args["initial_state"])
     where, (N, length, S, steps, *strides) = walk(args)

@@ -105,9 +105,7 @@ def gradient_taps(
         live = ((row >= begin) & (row < N))[:, None]
         more = ()
         for k in tl.static_range(W):
-            given = input_of(
-                x, state, row - (W - 1) + k, sequence, begin, col, N, T, S, x_sb, x_st, D, W - 1
-            )
+            given = input_of(x, state, row - (W - 1) + k, sequence, begin, col, N, T, S, x_sb, x_st, D, W - 1)
             more = more + (sums[k] + tl.where(live, dz * given, 0.0),)
         sums = more + (sums[W] + dz,)
     inside = (col < D)[None, :]

@@ -3,6 +3,7 @@ itself, so nothing in it can depend on the batch. Its class is conv/1/cpu, becau
 this one is numpy's."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ def sequences(args: dict[str, Any]) -> Iterator[Sequence]:
     packed, first = args["cu_seqlens"], args["first"]
     if packed is not None:
         ends = [min(max(int(n), 0), T) for n in packed.tolist()]
-        for begin, end in zip(ends[:-1], ends[1:], strict=True):
+        for begin, end in pairwise(ends):
             yield Sequence(0, begin, max(begin, end))
         return
     begins = [0] * B if first is None else first.tolist()
@@ -48,11 +49,11 @@ def histories(args: dict[str, Any]) -> list[Array]:
     x, U = array(args["x"]), args["weight"].shape[-1] - 1
     state = args["initial_state"]
     before = None if state is None else array(state)
-    found = []
+    inputs = []
     for s, (row, begin, end) in enumerate(sequences(args)):
         own = np.zeros((U, x.shape[-1]), np.float32) if before is None else before[s]
-        found.append(np.concatenate([own, x[row, begin:end]]))
-    return found
+        inputs.append(np.concatenate([own, x[row, begin:end]]))
+    return inputs
 
 
 def sums(history: Array, args: dict[str, Any]) -> Array:
@@ -71,13 +72,13 @@ def causal_conv1d(**args: Any) -> tuple[Tensor, Tensor | None]:
     """(out, final_state)."""
     x, U = args["x"], args["weight"].shape[-1] - 1
     out = np.zeros(x.shape, np.float32)
-    found = histories(args)
-    for (row, begin, end), history in zip(sequences(args), found, strict=True):
+    inputs = histories(args)
+    for (row, begin, end), history in zip(sequences(args), inputs, strict=True):
         z = sums(history, args)
         out[row, begin:end] = silu(z) if args["activation"] else z
     state = None
     if args["return_final_state"]:
-        last = [history[len(history) - U :] for history in found]
+        last = [history[len(history) - U :] for history in inputs]
         state = narrow(np.stack(last) if last else np.zeros((0, U, x.shape[-1])), x)
     return narrow(out, x), state
 

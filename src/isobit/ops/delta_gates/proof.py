@@ -89,21 +89,23 @@ def by_definition(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]
     one = np.float32(1)
     with np.errstate(all="ignore"):
         H = args["a"].shape[-1]
-        a, b, A_log, dt_bias = (args[n].float().reshape(-1, H).numpy() for n in ("a", "b", "A_log", "dt_bias"))
+        a, b, A_log, dt_bias = (
+            args[n].float().reshape(-1, H).numpy() for n in ("a", "b", "A_log", "dt_bias")
+        )
         t, rate = a + dt_bias, -np.exp(A_log)
         e = np.exp(t)
         u = one + e
         plus = np.where(u == one, e, np.log(u) * e / np.where(u == one, one, u - one))
         plus = np.where(t > np.float32(20), t, plus)
         s = one / (one + np.exp(-b))
-        found = {"g": rate * plus, "beta": s}
+        expected = {"g": rate * plus, "beta": s}
         if cotangents:
             dg, dbeta = (c.float().reshape(-1, H).numpy() for c in cotangents)
             own = rate * np.where(t > np.float32(20), one, one / (one + np.exp(-t))) * dg
-            found |= {"gradient:a": own, "gradient:b": s * (one - s) * dbeta}
-            found["gradient:A_log"] = _over_rows(rate * plus * dg)
-            found["gradient:dt_bias"] = _over_rows(own)
-    return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in found.items()}
+            expected |= {"gradient:a": own, "gradient:b": s * (one - s) * dbeta}
+            expected["gradient:A_log"] = _over_rows(rate * plus * dg)
+            expected["gradient:dt_bias"] = _over_rows(own)
+    return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in expected.items()}
 
 
 def _over_rows(terms: Any) -> Any:
@@ -141,8 +143,8 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
     given = [c.flatten(0, -2) for c in cotangents]
 
     def sums(changed: Args, given: Sequence[Tensor]) -> list[Tensor]:
-        found = replace(trial, given=tuple(given), only=("A_log", "dt_bias")).backward(changed)[1]
-        return [found["A_log"], found["dt_bias"]]
+        grads = replace(trial, given=tuple(given), only=("A_log", "dt_bias")).backward(changed)[1]
+        return [grads["A_log"], grads["dt_bias"]]
 
     whole = sums(flat, given)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.temperature import LOG2E
+from isobit.kernels.triton.chain import product
 from isobit.kernels.triton.interpreter import narrow, rounded
-from isobit.kernels.triton.tiles import steps
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def dhu_kernel(
         at_v = (row * HV + hv)[:, None] * V + i_v[None, :]
         do_c = tl.load(do + at_v, mask=by_v, other=0.0)
         dv_c = tl.load(dv + at_v, mask=by_v, other=0.0).to(tl.float32)
-        X = steps(k_c, rounded(D, k.dtype.element_ty), tl.zeros([CHUNK, BV], tl.float32))
+        X = product(k_c, rounded(D, k.dtype.element_ty), tl.zeros([CHUNK, BV], tl.float32))
         last = (first + c * CHUNK + left - 1) * HV + hv
         factor = tl.full([CHUNK], 1.0, tl.float32) * scale
         if g is not None:
@@ -109,14 +109,14 @@ def dhu_kernel(
             y = do_c.to(tl.float32) * factor[:, None]
             high = rounded(y, do.dtype.element_ty)
             low = rounded(y - high.to(tl.float32), do.dtype.element_ty)
-            D += steps(tl.trans(q_c), high, tl.zeros([BK, BV], tl.float32))
-            D += steps(tl.trans(q_c), low, tl.zeros([BK, BV], tl.float32))
+            D += product(tl.trans(q_c), high, tl.zeros([BK, BV], tl.float32))
+            D += product(tl.trans(q_c), low, tl.zeros([BK, BV], tl.float32))
         else:
             y = do_c
             if g is not None:
                 y = y * tl.exp2(g_c)[:, None]
-            D += steps(tl.trans(q_c), y, tl.zeros([BK, BV], tl.float32)) * scale
-        D -= steps(tl.trans(w_c), X, tl.zeros([BK, BV], tl.float32))
+            D += product(tl.trans(q_c), y, tl.zeros([BK, BV], tl.float32)) * scale
+        D -= product(tl.trans(w_c), X, tl.zeros([BK, BV], tl.float32))
     if dh0 is not None:
         tl.store(dh0 + state + at, D, mask=inside)
 

@@ -25,8 +25,8 @@ def _narrow(x: Array, like: Tensor) -> Tensor:
 
 
 def _rounded(x: Array, dtype: torch.dtype) -> Array:
-    found: Array = torch.from_numpy(x).to(dtype).float().numpy()
-    return found
+    narrow: Array = torch.from_numpy(x).to(dtype).float().numpy()
+    return narrow
 
 
 def _means(terms: Array) -> Array:

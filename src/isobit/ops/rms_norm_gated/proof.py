@@ -39,7 +39,9 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         gates[4::5, ::2] = -0.0
     elif case.data == "constant":
         x.fill_(options.constant)
-    weight = (torch.randn(D, generator=gen) * 0.5 + 1.0).to(device, F32 if case.options.get("wide") else case.dtype)
+    weight = (torch.randn(D, generator=gen) * 0.5 + 1.0).to(
+        device, F32 if case.options.get("wide") else case.dtype
+    )
     args: Args = {"x": x.to(device, case.dtype), "weight": weight, "gate": gate.to(device, case.dtype)}
     args["eps"] = case.options.get("eps", 1e-6)
     return alter.laid_out_some(args, BY_ROWS, case.layout)
@@ -142,16 +144,16 @@ def by_definition(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]
     y, act = x * rstd, gate / below
     m = narrow(y) * w
     m = narrow(m) if args["weight"].dtype == dtype else m
-    found = {"out": m * act}
+    expected = {"out": m * act}
     if cotangents:
         dout = cotangents[0].float().reshape(-1, D).numpy()
         dm, s = dout * act, one / below
         g = dm * w
-        found["gradient:x"] = rstd * (g - y * mean(g * y))
-        found["gradient:gate"] = dout * m * (s * (one + gate * (one - s)))
+        expected["gradient:x"] = rstd * (g - y * mean(g * y))
+        expected["gradient:gate"] = dout * m * (s * (one + gate * (one - s)))
         groups = [_chain((dm * y)[i : i + 16]) for i in range(0, max(len(x), 1), 16)]
-        found["gradient:weight"] = _tree(groups)
-    return {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in found.items()}
+        expected["gradient:weight"] = _tree(groups)
+    return {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in expected.items()}
 
 
 def same_elsewhere(trial: Trial) -> list[OutputCheck]:
@@ -232,7 +234,9 @@ MUTANTS = [
     Mutant("no columns", "x", lambda a: a | {n: a[n][..., :0] for n in (*BY_ROWS, "weight")}),
     Mutant("a gate of another dtype", "gate", lambda a: a | {"gate": alter.in_other_dtype(a["gate"])}),
     Mutant("a gate of another shape", "gate", lambda a: a | {"gate": a["gate"][1:]}),
-    Mutant("a weight of another dtype", "weight", lambda a: a | {"weight": alter.in_other_dtype(a["weight"])}),
+    Mutant(
+        "a weight of another dtype", "weight", lambda a: a | {"weight": alter.in_other_dtype(a["weight"])}
+    ),
     Mutant("eps below 0", "eps", lambda a: a | {"eps": -1e-6}),
 ]
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.numerics import chain
+from isobit.numerics.cpu_steps import fused
 from isobit.ops.attention import model
 from isobit.ops.attention.op import backward, forward
 from isobit.spec.proof import Args, Sample
@@ -46,7 +47,7 @@ def arithmetic(device: torch.device) -> model.Arithmetic:
     if device.type == "cpu":
         return model.CPU
     exp2, log2 = (partial(_on, device, log) for log in (False, True))
-    return model.Arithmetic(_steps, model.fused, exp2, log2)
+    return model.Arithmetic(_steps, fused, exp2, log2)
 
 
 def exact(args: Args, cotangents: Sequence[Tensor], tangent: int = 1) -> dict[str, Sample]:

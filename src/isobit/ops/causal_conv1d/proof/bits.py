@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isobit.ops.causal_conv1d.proof.inputs import histories, starts, taps_swapped, windows
-from isobit.ops.causal_conv1d.update import causal_conv1d_update
+from isobit.ops.causal_conv1d.update_op import causal_conv1d_update
 from isobit.spec.compare import OutputCheck, same_bits
 from isobit.spec.proof import Args
 from isobit.spec.trial import Trial
@@ -82,14 +82,14 @@ def by_definition(args: Args, dout: Tensor | None) -> dict[str, Tensor]:
             dz[here] = own
             for j in range(min(W, n)):
                 dx[row, first : end - j] += own[j:] * weight[:, W - 1 - j].float()
-    found = {"0:out": out}
+    expected = {"0:out": out}
     if dout is not None:
-        found["gradient:x"] = dx.to(x.dtype)
+        expected["gradient:x"] = dx.to(x.dtype)
         terms = (dz[:, :, None] * given).flatten(0, 1)
-        found["gradient:weight"] = _over_rows(terms).T.contiguous().to(weight.dtype)
+        expected["gradient:weight"] = _over_rows(terms).T.contiguous().to(weight.dtype)
         if args["bias"] is not None:
-            found["gradient:bias"] = _over_rows(dz.flatten(0, 1)).to(weight.dtype)
-    return found
+            expected["gradient:bias"] = _over_rows(dz.flatten(0, 1)).to(weight.dtype)
+    return expected
 
 
 def _over_rows(terms: Tensor) -> Tensor:
@@ -145,14 +145,14 @@ def _piece(trial: Trial, args: Args, x: Tensor, state: Tensor | None) -> tuple[T
 def _alone(trial: Trial, args: Args) -> list[tuple[Tensor, Tensor]]:
     """(out, final_state) of every sequence by itself, in two pieces: the second has the state of the first.
     A piece may be shorter than the taps."""
-    found = []
+    results = []
     for s, (row, first, end) in enumerate(starts(args)):
         cut = first + min(2, end - first)
         state = None if args["initial_state"] is None else args["initial_state"][s]
         here, state = _piece(trial, args, args["x"][row, first:cut], state)
         there, state = _piece(trial, args, args["x"][row, cut:end], state)
-        found.append((torch.cat([here, there]), state))
-    return found
+        results.append((torch.cat([here, there]), state))
+    return results
 
 
 def _padded(trial: Trial, args: Args, outputs: tuple[Tensor, ...]) -> list[OutputCheck]:
@@ -189,7 +189,7 @@ def _decoded(trial: Trial, args: Args, outputs: tuple[Tensor, ...]) -> list[Outp
         state = args["x"].new_full((2 * S + 1, W - 1, D), 7.0)
         slots = torch.arange(2 * S - 1, 0, -2, device=state.device)
         state[slots] = 0.0 if args["initial_state"] is None else args["initial_state"]
-        found: list[list[Tensor]] = [[] for _ in where]
+        tokens: list[list[Tensor]] = [[] for _ in where]
         longest = max(end - first for _, first, end in where)
         for t in range(0, longest, at_once):
             live = [s for s, (_, first, end) in enumerate(where) if first + t + at_once <= end]
@@ -198,10 +198,10 @@ def _decoded(trial: Trial, args: Args, outputs: tuple[Tensor, ...]) -> list[Outp
             x = torch.stack([args["x"][where[s][0], where[s][1] + t :][:at_once] for s in live])
             out = causal_conv1d_update(x, state, slots=slots[live], **shared, **controls)
             for s, own in zip(live, out, strict=True):
-                found[s].append(own)
+                tokens[s].append(own)
         untouched = torch.arange(0, 2 * S + 1, 2, device=state.device)
         assert bool((state[untouched] == 7.0).all()), "a slot of no sequence was written"
-        rows = [torch.cat([args["x"][0, :0], *each]) for each in found]
+        rows = [torch.cat([args["x"][0, :0], *each]) for each in tokens]
         return rows, state[slots]
 
     checks = []
@@ -223,8 +223,8 @@ def _shared(trial: Trial, args: Args) -> list[OutputCheck]:
 
     def gradients(changed: Args, dout: Tensor) -> list[Tensor]:
         final = torch.zeros(0, device=dout.device)
-        found = replace(trial, given=(dout, final), only=names).backward(changed)[1]
-        return [found[n] for n in names]
+        grads = replace(trial, given=(dout, final), only=names).backward(changed)[1]
+        return [grads[n] for n in names]
 
     whole = gradients(wide, dout)
     checks: list[OutputCheck] = []

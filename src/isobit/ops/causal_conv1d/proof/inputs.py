@@ -1,6 +1,6 @@
 """Inputs of `causal_conv1d` that would expose a wrong kernel, and variations of them."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def starts(args: Args) -> list[tuple[int, int, int]]:
     B, T = args["x"].shape[:2]
     if args["cu_seqlens"] is not None:
         bounds = args["cu_seqlens"].tolist()
-        return [(0, a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [(0, a, b) for a, b in pairwise(bounds)]
     firsts = [0] * B if args["first"] is None else args["first"].tolist()
     return [(b, first, T) for b, first in enumerate(firsts)]
 

@@ -60,7 +60,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
             dx[row, first : end - j] += math.sqrt(W) * weight[:, W - 1 - j].abs() * size[j:]
         dweight += ((e[here] + math.sqrt(B * T) * size)[..., None] * given.abs()).sum(0)
         dbias += (e[here] + math.sqrt(B * T) * size).sum(0)
-    found = {"out": sizes, "final_state": torch.zeros_like(outputs[1])}
+    scales = {"out": sizes, "final_state": torch.zeros_like(outputs[1])}
     if cotangents:
-        found |= {"gradient:x": 2 * dx, "gradient:weight": 2 * dweight, "gradient:bias": 2 * dbias}
-    return found
+        scales |= {"gradient:x": 2 * dx, "gradient:weight": 2 * dweight, "gradient:bias": 2 * dbias}
+    return scales

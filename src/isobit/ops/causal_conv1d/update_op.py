@@ -60,7 +60,8 @@ def causal_conv1d_update(
         >>> import torch, isobit
         >>> state, weight = torch.zeros(8, 1, 1), torch.tensor([[10.0, 1.0]])
         >>> slots = torch.tensor([5])
-        >>> [isobit.causal_conv1d_update(x, state, weight, slots=slots).item() for x in torch.ones(2, 1, 1, 1)]
+        >>> x = torch.ones(1, 1, 1)
+        >>> [isobit.causal_conv1d_update(x, state, weight, slots=slots).item() for _ in range(2)]
         [1.0, 11.0]
     """
     out: Tensor = update(
