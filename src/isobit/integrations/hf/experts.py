@@ -19,7 +19,9 @@ from isobit.ops.det_gemm import det_linear
 NAME = "isobit"
 
 #: Classes of experts with gates first and no bias: those of transformers that are served.
-EXPERTS = ("Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts")
+EXPERTS = (
+    "Qwen3MoeExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts", "MixtralExperts", "OlmoeExperts",
+)  # fmt: skip
 
 #: The parameters that experts have.
 PARAMETERS = {"gate_up_proj", "down_proj"}
@@ -35,6 +37,8 @@ class Routing(NamedTuple):
 
 ROUTERS = {
     "Qwen3MoeTopKRouter": Routing(None, True),
+    "Qwen3NextTopKRouter": Routing(None, True),
+    "Qwen3_5MoeTopKRouter": Routing(True, True),
     "OlmoeTopKRouter": Routing(None, True),
     "MixtralTopKRouter": Routing(True, False),
 }

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobit.integrations.hf import adapters, guard
+from isobit.integrations.hf import adapters, delta_nets, guard
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.batching import KEPT, MAKES, Makes
+from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
 from isobit.integrations.hf.experts import DetRouter, routing_of, swapped_class
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
@@ -36,6 +37,9 @@ from isobit.layers.linear import DetLinear, Swap, class_here, default_class, lin
 #: that its layers were to have.
 CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"
 NUMERICS = "numerics_of_zero_drift"
+
+#: The classes that modules get, apart from linear layers.
+SWAPPED = (DetRMSNorm, DetExperts, DetRouter, DetGatedDeltaNet, DetRMSNormGated)
 
 
 def never(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -93,6 +97,9 @@ def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
                 module.routing = routing_of(module)
             setattr(module, CLASS, type(module))
             module.__class__ = other
+        elif (other := delta_nets.swapped_class(module)) is not None:
+            setattr(module, CLASS, type(module))
+            module.__class__ = other
     if not is_on(model):
         setattr(model, ATTENTION, model.config._attn_implementation)
     setattr(model, COMPILES, never)
@@ -123,7 +130,7 @@ def turn_off(model: Any) -> None:
     nothing is touched: undo that first."""
     modules = marked(model)
     for name, module in modules.items():
-        if class_of(module) is not DetLinear and type(module) not in (DetRMSNorm, DetExperts, DetRouter):
+        if class_of(module) is not DetLinear and type(module) not in SWAPPED:
             raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
     model.set_attn_implementation(getattr(model, ATTENTION))  # first: all else cannot fail
     if KEPT in vars(model):
@@ -163,7 +170,7 @@ def _restore(modules: Collection[nn.Module]) -> None:
         if isinstance(module, DetRMSNorm):
             module.__class__ = getattr(module, CLASS)
             del module.options
-        elif isinstance(module, DetExperts | DetRouter):
+        elif isinstance(module, SWAPPED):
             module.__class__ = getattr(module, CLASS)
             vars(module).pop("routing", None)
         delattr(module, CLASS)
