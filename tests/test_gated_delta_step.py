@@ -227,7 +227,7 @@ def test_a_correct_one_passes() -> None:
 
 @pytest.mark.parametrize(("run", "message"), [
     (by_place, "sequence 0 alone"), (slots_clamped, "among sequences without slots"),
-    (lengths_ignored, "among sequences without slots"), (inverse_rounded, "other slots beside"),
+    (lengths_ignored, "among sequences without slots"), (inverse_rounded, "other slots next to"),
     (recurrent, "the forward of"),
 ])  # fmt: skip
 def test_known_bad_ones_fail(run: Callable[..., Tensor], message: str) -> None:

@@ -16,7 +16,7 @@ Rows j < t are read from the state (`DeltaState`), and S is only read. When the 
 arrives, S becomes exp(G_63) S + sum_j exp(G_63 - G_j) k_j^T v_new_j.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CLASS, GDR_1_CPU, gated_delta_rule, not_on_the_cpu
-from isobit.ops.gated_delta_rule_step.state import CHUNK, CHUNKS, ROWS, SEEDED, DeltaState
+from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1_CPU, gated_delta_rule, not_on_the_cpu
+
+if TYPE_CHECKING:
+    from isobit.ops.gated_delta_rule_step.state import DeltaState
 
 
 @composed(
@@ -40,7 +42,7 @@ def declared() -> Half[Tensor, "B T HV V in q"]:
 
 @declared.public
 def gated_delta_rule_step(
-    state: DeltaState,
+    state: "DeltaState",
     q: Half[Tensor, "B T H K"],
     k: Half[Tensor, "B T H K"],
     v: Half[Tensor, "B T HV V"],
@@ -122,13 +124,13 @@ def gated_delta_rule_step(
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _chunks(state: DeltaState, args: dict[str, Any], tokens: int, backend: str) -> Tensor:
+def _chunks(state: "DeltaState", args: dict[str, Any], tokens: int, backend: str) -> Tensor:
     """The first tokens of sequences, whole chunks, by the kernels of the forward."""
     B, slots = args["q"].shape[0], args["slots"]
     index = torch.arange(B, device=state.device) if slots is None else slots.long()
     there = (index >= 0) & (index < state.slots)
     at = index.clamp(0, max(state.slots - 1, 0))
-    seeded = (state.place[at, SEEDED] != 0) & there
+    seeded = state.is_seeded[at] & there
     begun = torch.where(seeded[:, None, None, None], state.start[at, 0], 0.0)
     first: dict[str, Any] = {
         name: None if args[name] is None else args[name][:, :tokens] for name in _BY_TOKEN
@@ -173,6 +175,8 @@ def rows(
 
 def _state(contract: Contract, args: dict[str, Any]) -> None:
     state, q, v = args["state"], args["q"], args["v"]
+    from isobit.ops.gated_delta_rule_step.state import DeltaState  # loaded by who makes one
+
     if not isinstance(state, DeltaState):
         raise contract.error("state", state, "must be an isobit.DeltaState")
     for name, t in (("q", q), ("k", args["k"]), ("v", v)):
@@ -215,7 +219,7 @@ def _integers(contract: Contract, args: dict[str, Any]) -> None:
     if len(set(named)) < len(named):
         twice = next(s for s in named if named.count(s) > 1)
         raise contract.error("slots", slots, f"slot {twice} occurs twice: a sequence has one state")
-    begun = state.place[named][:, [ROWS, CHUNKS]].any(1).tolist() if args["from_empty"] else []
+    begun = (state.tokens[named] != 0).tolist() if args["from_empty"] else []
     if any(begun):
         slot = named[begun.index(True)]
         raise contract.error(

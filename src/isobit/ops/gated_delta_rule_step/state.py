@@ -159,6 +159,11 @@ class DeltaState:
         """[slots] int64: how many tokens each slot has taken since it was reset."""
         return self.place[:, CHUNKS].long() * CHUNK + self.place[:, ROWS]
 
+    @property
+    def is_seeded(self) -> Tensor:
+        """[slots] bool: whether a state to begin with was given."""
+        return self.place[:, SEEDED] != 0
+
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
         return {name: getattr(self, name) for name in TENSORS}

@@ -99,7 +99,7 @@ def alone(trial: Trial, args: Args, whole: Tensor, after: DeltaState) -> list[Ou
         checks.append(same_bits("0:out", out, whole[b : b + 1], f"sequence {b} alone"))
         checks += same_slots(f"sequence {b} alone", state, after, [slot])
         others = [s for s in range(state.slots) if s != slot]
-        checks += same_slots(f"other slots beside sequence {b}", state, args["state"], others)
+        checks += same_slots(f"other slots next to sequence {b}", state, args["state"], others)
     return checks
 
 
