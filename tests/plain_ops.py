@@ -152,3 +152,59 @@ def chunk_gated_delta_rule_bwd_dhu(
         d = d + scale * (Q.mT @ dO) - W.mT @ x
     dv2 = torch.cat(parts[::-1], 2).transpose(1, 2)
     return torch.stack(states[::-1], 1).to(q.dtype), None, dv2.to(q.dtype).contiguous()
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Token by token, as it is defined."""
+    (B, T, HV, V), K = v.shape, q.shape[-1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k = (t.to(wide).repeat_interleave(HV // t.shape[2], 2) for t in (q, k))
+    S, none = v.new_zeros(B, HV, K, V, dtype=wide), (q * k)[:, :0].sum(-1, keepdim=True) * v[:, :0]
+    rows = [none * (beta if g is None else beta * g)[:, :0, :, None]]  # gradients of no token are 0
+    if initial_state is not None:
+        S = S + initial_state
+    for t in range(T):
+        if g is not None:
+            S = S * g[:, t, :, None, None].to(wide).exp()
+        new = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, None] @ S)[:, :, 0])
+        S = S + k[:, t, :, :, None] * new[:, :, None].to(wide)
+        rows.append((q[:, t, :, None] @ S).transpose(1, 2))
+    o = torch.cat(rows, 1) * (K**-0.5 if scale is None else scale)
+    return o.to(v.dtype), S if output_final_state else None
+
+
+def chunk_gated_delta_rule_fwd_h(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    g: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Without gates of features."""
+    (B, T, HV, V), K, wide = u.shape, k.shape[-1], torch.promote_types(k.dtype, torch.float32)
+    Kc, W, U = (t.to(wide).repeat_interleave(HV // t.shape[2], 2).transpose(1, 2) for t in (k, w, u))
+    S, states, parts = u.new_zeros(B, HV, K, V, dtype=wide), [], [U[:, :, :0]]
+    if initial_state is not None:
+        S = S + initial_state
+    for first in range(0, T, 64):
+        c = slice(first, first + 64)
+        states.append(S.to(k.dtype))
+        x = (U[:, :, c] - W[:, :, c] @ states[-1].to(wide)).to(k.dtype).to(wide)
+        parts.append(x)
+        if g is not None:
+            G = g[:, c].transpose(1, 2)[..., None]
+            x, S = (x * (G[:, :, -1:] - G).exp2()).to(k.dtype).to(wide), S * G[:, :, -1:].exp2()
+        S = S + Kc[:, :, c].mT @ x
+    h = torch.stack(states, 1) if states else u.new_zeros(B, 0, HV, K, V)
+    v_new = torch.cat(parts, 2).transpose(1, 2).to(k.dtype).contiguous()
+    return h, v_new, S if output_final_state else None

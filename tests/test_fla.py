@@ -477,43 +477,17 @@ def test_a_run_of_tests_that_isobit_served_nothing_of_fails(
     assert fla_pytest.main([]) == 5
 
 
-# The states of the forward
-
-
-def of_forward(**changed: Any) -> Calls:
-    gen = torch.Generator().manual_seed(0)
-    k, w, u = (0.3 * torch.randn(1, 100, 2, 16, generator=gen) for _ in range(3))
-    return {"k": k, "w": w, "u": u, "g": -torch.rand(1, 100, 2, generator=gen)} | changed
-
-
-def test_fla_takes_the_states_of_its_forward_where_they_are_wanted(module: types.ModuleType) -> None:
-    args = of_forward(output_final_state=True)
+def test_states_of_the_forward_where_they_are_wanted(module: types.ModuleType) -> None:
+    k, w, u = (0.3 * torch.randn(1, 100, 2, 16) for _ in range(3))
     with fla.enable("reference", states="reference") as on:
-        found = module.chunk_gated_delta_rule_fwd_h(**args)
-        expected = isobit.chunk_gated_delta_rule_fwd_h(**args)
+        found = module.chunk_gated_delta_rule_fwd_h(k, w, u, output_final_state=True)
+        expected = isobit.chunk_gated_delta_rule_fwd_h(k, w, u, output_final_state=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         with pytest.raises(isobit.UnsupportedError, match=r"enable\(states=None\): it is already enabled"):
             fla.enable("reference")
-    assert (on.served, on.passed) == (1, {})
-
-
-def test_states_of_the_forward_that_are_passed_on(
-    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda **given: given["v_new"].fill_(7.0)
-
-    monkeypatch.setattr(module, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", Kernel())
-    function = module.chunk_gated_delta_rule_fwd_h
-    with fla.enable("reference") as on:
-        assert (function(**of_forward())[1] == 7.0).all() and (on.served, on.passed) == (0, {})
-    with fla.enable("reference", states="model") as on:
-        for changed in ({"chunk_size": 32}, {"w": torch.ones(1, 100, 2, 16).half()}, {}):
-            with pytest.warns(UserWarning, match="FLA's own kernel serves"):
-                assert (function(**of_forward(**changed))[1] == 7.0).all()
-    assert on.served == 0 and sorted(on.passed) == [
-        "chunk_size=32 of chunk_gated_delta_rule_fwd_h is not 64",
-        "inputs are fp32; the class has 16-bit operands",
-        "w is fp16 and k is fp32",
-    ]
+        served = on.served
+        assert served == 1 and registry().get_active().verify("chunk_gated_delta_rule_fwd_h", k, w, u)[0]
+        with pytest.warns(UserWarning, match="FLA's own kernel serves"):
+            for changed, why in (({"chunk_size": 32}, "is not 64"), ({"g": u[..., 0].half()}, "g is fp16")):
+                one = registry().get_active().verify("chunk_gated_delta_rule_fwd_h", k, w, u, **changed)
+                assert not one[0] and why in one[1]
