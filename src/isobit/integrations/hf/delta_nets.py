@@ -27,8 +27,8 @@ from isobit.integrations.hf.errors import HFError
 from isobit.ops.causal_conv1d import causal_conv1d
 from isobit.ops.delta_gates import delta_gates
 from isobit.ops.gated_delta_rule import gated_delta_rule
-from isobit.ops.gated_delta_rule_step import DeltaState, gated_delta_rule_step
-from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS
+from isobit.ops.gated_delta_rule_step import gated_delta_rule_step
+from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
 from isobit.ops.rms_norm_gated import rms_norm_gated
 
 #: Classes of transformers that are served.
