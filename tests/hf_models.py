@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def made(family: str, **options: Any) -> Any:
     """In evaluation, in bf16, with frequencies of RoPE in fp32 as a checkpoint would have them."""
     torch.manual_seed(0)
-    name = {"Gemma3": "Gemma3Text"}.get(family, family)
+    name = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
     config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(family, {}) | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():

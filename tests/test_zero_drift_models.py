@@ -324,7 +324,8 @@ def test_models_that_are_no_causal_language_models_are_refused() -> None:
         "multiplies by its weight": transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=50, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)),
         "linear_attention": transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(
-            **SIZES, layer_types=["linear_attention", "full_attention"], num_experts=0)),
+            **SIZES, layer_types=["linear_attention", "full_attention"], num_experts=0,
+            linear_key_head_dim=32)),
     }  # fmt: skip
     for reason, model in refused_kinds.items():
         with pytest.raises(HFError, match=reason):

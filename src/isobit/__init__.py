@@ -10,7 +10,9 @@ from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
 from isobit.ops.attention import attention
 from isobit.ops.attention_sink import attention_sink
+from isobit.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from isobit.ops.combine import combine, spread
+from isobit.ops.delta_gates import delta_gates
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
@@ -22,6 +24,7 @@ from isobit.ops.linear_policy_loss import linear_policy_loss
 from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
+from isobit.ops.rms_norm_gated import rms_norm_gated
 from isobit.ops.rope import rope
 from isobit.ops.route import route
 from isobit.ops.swiglu import swiglu, swiglu_packed
@@ -71,9 +74,12 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "attention_sink",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule_bwd_dhu",
     "chunk_gated_delta_rule_fwd_h",
     "combine",
+    "delta_gates",
     "det_gemm",
     "det_gemm_dw",
     "det_grouped_dw",
@@ -94,6 +100,7 @@ __all__ = [
     "parallel",
     "ratio_kl",
     "rms_norm",
+    "rms_norm_gated",
     "rope",
     "route",
     "spread",

@@ -103,7 +103,8 @@ def mask(
     end = (q_offset.reshape(()) if isinstance(q_offset, Tensor) else q_offset) + q_length
     first, padded = None, False
     if attention_mask is not None:
-        first, padded = _padding(attention_mask, end)
+        new = q_length if has_recurrence(more.get("config")) else None
+        first, padded = _padding(attention_mask, end, new)
     ends = isinstance(end, Tensor) or end - kv_offset != kv_length
     front = (SEGMENT - 1 if padded else kv_offset % SEGMENT) if kv_offset else 0
     info = MaskInfo(kv_length, window, kv_offset > 0, front, starts=padded, ends=ends)
@@ -165,9 +166,16 @@ def _boundaries(packed: Tensor) -> Tensor:
     return torch.cat((begins.flatten().nonzero()[:, 0], end))
 
 
-def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
+def has_recurrence(config: Any) -> bool:
+    """Whether a model has layers of linear attention, which carry a state from token to token."""
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def _padding(given: Tensor, end: int | Tensor, new: int | None) -> tuple[Tensor, bool]:
     """([B] first tokens, whether any is not 0). The tokens of a row must be contiguous: this is checked on
-    the host, like transformers' own masks. A graph that is captured or compiled cannot check."""
+    the host, like transformers' own masks. A graph that is captured or compiled cannot check. `new`: how many
+    tokens this forward has, if the model has a recurrence. That gets the last columns of the mask, and no
+    mask for one token."""
     if given.ndim != 2:
         raise refusal(f"attention_mask has {given.ndim} dimensions and not 2")
     tokens = given != 0
@@ -176,13 +184,16 @@ def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
     if capturing or torch.compiler.is_compiling():
         return first, True
     runs = (tokens[:, 1:] & ~tokens[:, :-1]).sum(-1) + tokens[:, 0]
-    looks = [first.amax(), runs.amax(), *([end] if isinstance(end, Tensor) else [])]
-    most, most_runs, *counted = torch.stack(looks).tolist()
+    looks = [first.amax(), runs.amax(), (~tokens[:, -1:]).sum()]
+    looks += [end] if isinstance(end, Tensor) else []
+    most, most_runs, ended, *counted = torch.stack(looks).tolist()
     ends_at = counted[0] if counted else end
     if most_runs > 1:
         raise refusal("attention_mask has padding between tokens of a row: put it in front of them all")
-    if given.shape[1] < ends_at:
+    if given.shape[1] < ends_at or (new is not None and given.shape[1] != ends_at):
         raise refusal(f"attention_mask has {given.shape[1]} columns for {ends_at} tokens")
+    if new == 1 and ended:
+        raise refusal("one token at a time, and in a row it is padding: pass more tokens at once")
     return first, most > 0
 
 
@@ -265,6 +276,8 @@ def attend(call: LayerCall) -> Tensor:
     options: dict[str, Any] = {"scale": scaling, "window": info.window, "softcap": call.softcap}
     sinks = more.get("s_aux")
     if info.packed:
+        if has_recurrence(getattr(module, "config", None)):
+            raise refusal("sequences are packed, and its layers of linear_attention do not separate them")
         assert numbers is not None
         B, T = q.shape[:2]
         q, k, v = (t.reshape(1, B * t.shape[1], *t.shape[2:]) for t in (q, k, v))

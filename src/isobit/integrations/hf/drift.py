@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from isobit.integrations.hf import adapters, guard, refusals, trial
+from isobit.integrations.hf import adapters, delta_nets, guard, refusals, trial
 from isobit.integrations.hf.attention import NAME, PAGED, register_attention
+from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
 from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.experts import DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
@@ -76,6 +77,7 @@ def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Re
     """By what a model is computed now."""
     kinds: dict[str, Any] = {"isobit.det_linear": DetLinear, "isobit.rms_norm": DetRMSNorm}
     kinds |= {"isobit.nn.DetExperts": DetExperts, "isobit router": DetRouter}
+    kinds |= {"isobit.gated_delta_rule": DetGatedDeltaNet, "isobit.rms_norm_gated": DetRMSNormGated}
     changed = {"isobit.attention": _attention_layers(model)}
     changed |= {key: [n for n, m in model.named_modules() if isinstance(m, kinds[key])] for key in kinds}
     left, untried, new = Counter[str](), Counter[str](), Counter[str]()
@@ -108,12 +110,15 @@ def _leaves(model: nn.Module) -> list[nn.Module]:
         DetRMSNorm,
         DetExperts,
         DetRouter,
+        DetRMSNormGated,
         nn.ModuleDict,
         nn.ModuleList,
         nn.ParameterDict,
         nn.ParameterList,
     )
-    return [m for m in model.modules() if not [*m.children()] and not isinstance(m, not_these)]
+    leaves = [m for m in model.modules() if not [*m.children()] and not isinstance(m, not_these)]
+    uncalled = delta_nets.convolutions(model)
+    return [m for m in leaves if m not in uncalled]
 
 
 # On and off
@@ -226,16 +231,16 @@ def zero_drift(
     chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
 
     Attention goes through `isobit.attention` (`register_attention`), linear layers and the LM head through
-    `isobit.det_linear`, experts through `isobit.nn.DetExperts`, norms through `isobit.rms_norm`. All other
-    modules stay torch's. Each class of them is tested on this machine, and so is the model as a whole: see
-    `trial`. A static cache lets `generate` compile its steps on a GPU; that is turned off, because compiled
-    code rounds in other places.
+    `isobit.det_linear`, experts through `isobit.nn.DetExperts`, norms through `isobit.rms_norm`, gated delta
+    nets through `isobit.gated_delta_rule` and `isobit.causal_conv1d`. All other modules stay torch's. Each
+    class of them is tested on this machine, and so is the model as a whole: see `trial`. A static cache lets
+    `generate` compile its steps on a GPU; that is turned off, because compiled code rounds in other places.
 
     Args:
         model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
-            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and the mixtures of experts Qwen3-MoE, Mixtral and
-            OLMoE are covered by isobit's tests; others are tested by this call. It may have LoRA adapters, in
-            its dtype or in fp32, and may be in a `PeftModel`.
+            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, the mixtures of experts Qwen3-MoE, Mixtral and OLMoE,
+            and Qwen3-Next and the text models of Qwen3.5 are covered by isobit's tests; others are tested by
+            this call. It may have LoRA adapters, in its dtype or in fp32, and may be in a `PeftModel`.
         numerics: the numerics class of linear layers, "chain16" or "tree8"; or a map {name: class}, as for
             `isobit.nn.swap_linear`: names may be glob patterns such as "*.down_proj", and layers that are not
             in the map are chain16, like all layers without a map. Adapters are always chain16. None keeps

@@ -21,7 +21,9 @@ from isobit.ops.swiglu import swiglu_packed
 NAME = "isobit"
 
 #: Classes of experts with gates first and no bias: those of transformers that are served.
-EXPERTS = ("Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts")
+EXPERTS = (
+    "Qwen3MoeExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts", "MixtralExperts", "OlmoeExperts",
+)  # fmt: skip
 
 #: With weights [E, K, N], gate and up as every other column, biases, and a clamped activation.
 CLAMPED = ("GptOssExperts",)
@@ -46,6 +48,8 @@ class Routing(NamedTuple):
 
 ROUTERS = {
     "Qwen3MoeTopKRouter": Routing(None, True),
+    "Qwen3NextTopKRouter": Routing(None, True),
+    "Qwen3_5MoeTopKRouter": Routing(True, True),
     "OlmoeTopKRouter": Routing(None, True),
     "MixtralTopKRouter": Routing(True, False),
     "GptOssTopKRouter": Routing(False, True, "topk_softmax"),

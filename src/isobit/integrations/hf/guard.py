@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from isobit.frame.caller import warn
-from isobit.integrations.hf import adapters
+from isobit.integrations.hf import adapters, delta_nets
 from isobit.integrations.hf.attention import NAME, PAGED
+from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
 from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.experts import DetClampedExperts, DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm
@@ -170,8 +171,9 @@ class Guard:
         for config in _configs_of(model):
             if config._attn_implementation not in (NAME, PAGED):
                 reasons["attention"] = f"computed by {config._attn_implementation!r}"
+        uncalled = delta_nets.convolutions(model)
         for name, module in model.named_modules():
-            reason = of_module(module) or self._new(module)
+            reason = None if module in uncalled else of_module(module) or self._new(module)
             if reason is not None:
                 reasons[name] = reason
         for name, module in _replaced_forwards(model):
@@ -181,8 +183,9 @@ class Guard:
 
     def _new(self, module: nn.Module) -> str | None:
         kind = class_of(module)
-        if isinstance(module, DetLinear | DetRMSNorm | DetExperts | DetRouter):
-            served = (DetLinear, DetRMSNorm, DetExperts, DetClampedExperts, DetRouter)
+        plain = (DetLinear, DetRMSNorm, DetExperts, DetClampedExperts, DetRouter)
+        served = (*plain, DetGatedDeltaNet, DetRMSNormGated)
+        if isinstance(module, served):
             ours = type(module).forward in [each.forward for each in served]
             return None if ours else f"its class is {kind.__name__} now"
         if kind is nn.Linear:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isobit.integrations.hf.delta_nets import DetRMSNormGated, swapped_class
 from isobit.ops.rms_norm import rms_norm
 
 #: (cast, offset) of `isobit.rms_norm`.
@@ -55,7 +56,7 @@ def options_of(module: nn.Module) -> Options | None:
     eps, parameters = _eps_of(module), dict(module.named_parameters())
     if not isinstance(eps, float) or "RMSNorm" not in type(module).__name__ or "forward" in vars(module):
         return None
-    if isinstance(module, DetRMSNorm):
+    if isinstance(module, DetRMSNorm | DetRMSNormGated) or swapped_class(module) is DetRMSNormGated:
         return None
     if list(parameters) != ["weight"] or any(True for _ in module.children()) or dict(module.named_buffers()):
         return None

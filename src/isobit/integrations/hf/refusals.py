@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobit.integrations.hf import adapters, experts
+from isobit.integrations.hf import adapters, delta_nets, experts
 from isobit.integrations.hf.errors import HFError
 from isobit.ops.attention.op import HEAD_SIZES
 
@@ -44,9 +44,11 @@ def of_model(model: Any) -> str | None:
         )
     if not model.can_generate() or model.get_output_embeddings() is None:
         return "it is not a causal language model: it has no LM head"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION - {delta_nets.KIND})
     if others:
         return f"it has layers of {', '.join(others)}"
+    if (recurrent := delta_nets.why_not(model)) is not None:
+        return recurrent
     if not model._can_set_attn_implementation():
         return "its attention does not use transformers' AttentionInterface"
     if getattr(config, "attention_dropout", 0.0):
@@ -73,9 +75,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 def of_modules(model: nn.Module) -> dict[str, str]:
     """Modules that cannot be served, and why."""
-    narrow = adapters.operand_dtypes(model)
+    narrow, uncalled = adapters.operand_dtypes(model), delta_nets.convolutions(model)
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
+        if module in uncalled:
+            continue
         reason = of_module(module)
         if reason is None and name not in narrow:
             reason = _of_dtype(module)

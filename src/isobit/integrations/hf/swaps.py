@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobit.integrations.hf import adapters, guard
+from isobit.integrations.hf import adapters, delta_nets, guard
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.batching import KEPT, MAKES, Makes
+from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
 from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, routing_of, swapped_class
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
@@ -39,7 +40,7 @@ CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"
 NUMERICS = "numerics_of_zero_drift"
 
 #: The classes that modules get, other than linear layers.
-SWAPPED = (DetRMSNorm, DetExperts, DetClampedExperts, DetRouter)
+SWAPPED = (DetRMSNorm, DetExperts, DetClampedExperts, DetRouter, DetGatedDeltaNet, DetRMSNormGated)
 
 
 def never(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -95,6 +96,9 @@ def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
         if (other := swapped_class(module)) is not None:
             if other is DetRouter:
                 module.routing = routing_of(module)
+            setattr(module, CLASS, type(module))
+            module.__class__ = other
+        elif (other := delta_nets.swapped_class(module)) is not None:
             setattr(module, CLASS, type(module))
             module.__class__ = other
     if not is_on(model):

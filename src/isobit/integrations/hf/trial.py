@@ -144,6 +144,8 @@ def _run(call: Call, given: Part, returned: Part) -> tuple[list[Tensor], list[Te
     leaves: list[Tensor] = []
 
     def take(t: Tensor) -> Tensor:
+        if t.ndim == 3 and t.shape[1:] == (len(LENGTHS), max(LENGTHS)):  # positions of several kinds
+            return t.detach()[:, given[0], given[1]].clone()
         if not _of_tokens(t):
             return t.detach()
         t = t.detach()[given].clone()

@@ -295,6 +295,12 @@ class DeltaState:
         return self._like({name: t.clone() for name, t in self.tensors().items()})
 
     @staticmethod
+    def from_tensors(tensors: dict[str, Tensor]) -> "DeltaState":
+        """A state whose memory are these tensors, by the names that `tensors` gives them: for a cache that
+        keeps them itself."""
+        return DeltaState._like({name: tensors[name] for name in TENSORS})
+
+    @staticmethod
     def _like(tensors: dict[str, Tensor]) -> "DeltaState":
         made = object.__new__(DeltaState)
         for name, t in tensors.items():

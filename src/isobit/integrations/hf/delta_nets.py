@@ -1,0 +1,306 @@
+"""Gated delta-net layers of transformers (Qwen3-Next, Qwen3.5) through isobit's ops.
+
+    convolution   isobit.causal_conv1d
+    gates         isobit.delta_gates
+    recurrence    isobit.gated_delta_rule; with a cache, for what is not a whole chunk, gated_delta_rule_step
+    norm          isobit.rms_norm_gated
+
+Modules are known by their classes: no attribute says how they compute. Projections are linear layers, swapped
+like all others. Tokens that the mask excludes are taken out before the layer and get zeros after it, so
+chunks and the convolution begin at a row's first token, wherever the padding is.
+
+What a layer keeps between calls is in transformers' own cache: the last inputs of the convolution in its
+`conv_states`, and the tensors of a `DeltaState` in its `recurrent_states`, one after another. All of them
+have one row per sequence, so what transformers does with a cache (reordering for beams, moving it to another
+device, resetting it) it does with these too. It does not crop a cache with recurrent states.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobit.integrations.hf.errors import HFError
+from isobit.ops.causal_conv1d import causal_conv1d
+from isobit.ops.delta_gates import delta_gates
+from isobit.ops.gated_delta_rule import gated_delta_rule
+from isobit.ops.gated_delta_rule_step import gated_delta_rule_step
+from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
+from isobit.ops.rms_norm_gated import rms_norm_gated
+
+#: Classes of transformers that are served.
+LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+NORMS = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated")
+
+#: The kind of layer in a config.
+KIND = "linear_attention"
+
+
+def refusal(module: nn.Module, reason: str) -> HFError:
+    where = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    return HFError(f"isobit.integrations.hf.zero_drift: {where}: {reason}")
+
+
+# Which tokens there are
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch [B, T] that count: all of them, or one run in every row."""
+
+    B: int
+    T: int
+    lengths: list[int]
+    live: Tensor | None = None  # [N]: where they are in the flattened batch; None if all count
+    bounds: Tensor | None = None  # [B + 1]: where rows begin among them
+
+    @classmethod
+    def of(cls, module: nn.Module, hidden: Tensor, mask: Tensor | None) -> "Tokens":
+        """Reads the mask on the host once per forward: all layers get the same one."""
+        B, T = hidden.shape[:2]
+        if mask is None:
+            return cls(B, T, [T] * B)
+        known = getattr(mask, "isobit_tokens", None)
+        if known is None:
+            if tuple(mask.shape) != (B, T):
+                raise refusal(module, f"attention_mask is {list(mask.shape)} for tokens of [{B}, {T}]")
+            counted = mask != 0
+            runs = (counted[:, 1:] & ~counted[:, :-1]).sum(1) + counted[:, 0]
+            lengths, most = counted.sum(1).tolist(), int(runs.amax()) if B else 0
+            if most > 1:
+                rule = "attention_mask has padding between tokens of a row: put it in front of them all"
+                raise refusal(module, rule)
+            bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=hidden.device)
+            known = cls(B, T, lengths, counted.flatten().nonzero()[:, 0].to(hidden.device), bounds)
+            mask.isobit_tokens = known  # type: ignore[attr-defined]
+        return known
+
+    def taken(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, N, ...], or x itself if all tokens count."""
+        return x if self.live is None else x.flatten(0, 1).index_select(0, self.live)[None]
+
+    def put_back(self, x: Tensor) -> Tensor:
+        """The way back: zeros where no token counts."""
+        if self.live is None:
+            return x
+        rows = x.new_zeros(self.B * self.T, *x.shape[2:]).index_copy(0, self.live, x[0])
+        return rows.unflatten(0, (self.B, self.T))
+
+    def part(self, first: list[int], count: list[int], device: torch.device) -> Tensor:
+        """[sum of count]: which of the tokens are those from `first` on of each row, so many."""
+        begins = [0, *accumulate(self.lengths)]
+        ranges = [torch.arange(begins[b] + first[b], begins[b] + first[b] + count[b]) for b in range(self.B)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges]).to(device)
+
+
+# What is kept between calls
+
+
+class Past:
+    """What the cache has of one layer."""
+
+    def __init__(self, module: Any, cache: Any, tokens: Tokens, dtype: torch.dtype) -> None:
+        layer = cache.layers[module.layer_idx]
+        if not hasattr(layer, "number_of_states"):
+            raise refusal(module, f"its cache is a {type(layer).__name__}, which is not supported")
+        if getattr(layer, "record_past", False):
+            raise refusal(module, "the cache is to be cropped, and this layer cannot take tokens back")
+        self.layer, self.module = layer, module
+        self.fresh = not layer.has_previous_state[0]
+        if self.fresh:
+            self._begin(tokens.B, dtype)
+
+    def _begin(self, B: int, dtype: torch.dtype) -> None:
+        """Of sequences without a token yet."""
+        module, layer, weight = self.module, self.layer, self.module.conv1d.weight
+        state = DeltaState(
+            B, module.num_k_heads, module.num_v_heads, K=module.head_k_dim, V=module.head_v_dim,
+            dtype=dtype, device=weight.device,
+        )  # fmt: skip
+        tensors = state.tensors()
+        count = range(len(TENSORS))
+        layer.number_of_states, layer.dtype, layer.device = len(TENSORS), dtype, weight.device
+        layer.conv_states = dict.fromkeys(count)
+        D, _, W = weight.shape
+        layer.conv_states[0] = weight.new_zeros(B, W - 1, D, dtype=dtype)
+        layer.recurrent_states = {i: tensors[name] for i, name in enumerate(TENSORS)}
+        layer.is_conv_states_initialized = {i: i == 0 for i in count}
+        layer.is_recurrent_states_initialized = dict.fromkeys(count, True)
+        layer.has_previous_state = dict.fromkeys(count, False)
+
+    @property
+    def inputs(self) -> Tensor:
+        """[B, W - 1, D] of the convolution."""
+        state: Tensor = self.layer.conv_states[0]
+        return state
+
+    def state(self) -> DeltaState:
+        return DeltaState.from_tensors(
+            {name: self.layer.recurrent_states[i] for i, name in enumerate(TENSORS)}
+        )
+
+    def ends(self, inputs: Tensor) -> None:
+        """After a call."""
+        self.layer.conv_states[0].copy_(inputs.detach())
+        self.layer.has_previous_state = dict.fromkeys(self.layer.has_previous_state, True)
+
+
+# The layer
+
+
+class DetGatedDeltaNet(nn.Module):
+    """A swapped layer: the same object with the same parameters, and another class."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """As transformers calls it. [B, T, C]."""
+        layer: Any = self
+        tokens = Tokens.of(self, hidden_states, attention_mask)
+        mixed, z, b, a = _projected(layer, tokens.taken(hidden_states))
+        past = None if cache_params is None else Past(self, cache_params, tokens, mixed.dtype)
+        weight = layer.conv1d.weight.squeeze(1)
+        mixed, inputs = causal_conv1d(
+            mixed, weight, bias=layer.conv1d.bias, activation="silu", cu_seqlens=tokens.bounds,
+            initial_state=None if past is None or past.fresh else past.inputs, return_final_state=True,
+        )  # fmt: skip
+        q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+        q, k = (t.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)).contiguous() for t in (q, k))
+        v = v.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)).contiguous()
+        g, beta = delta_gates(a, b, layer.A_log, layer.dt_bias)
+        given = (q, k, v, g, beta)
+        out = _recurrence(given, tokens, past)
+        if past is not None:
+            past.ends(inputs)
+        out = layer.norm(out, z)
+        made: Tensor = tokens.put_back(layer.out_proj(out.flatten(-2)))
+        return made
+
+
+def _projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, k and v as the convolution takes them, z, b, a). In Qwen3-Next the outputs of two projections are
+    ordered by key heads: q and k of a head, then v and z of its value heads; and b and a of these."""
+    heads = (layer.num_v_heads, layer.head_v_dim)
+    if not hasattr(layer, "in_proj_qkvz"):
+        z = layer.in_proj_z(x).unflatten(-1, heads)
+        return layer.in_proj_qkv(x), z, layer.in_proj_b(x), layer.in_proj_a(x)
+    each, K = layer.num_v_heads // layer.num_k_heads, layer.head_k_dim
+    V = each * layer.head_v_dim
+    four = layer.in_proj_qkvz(x).unflatten(-1, (layer.num_k_heads, -1)).split([K, K, V, V], -1)
+    b, a = layer.in_proj_ba(x).unflatten(-1, (layer.num_k_heads, -1)).split([each, each], -1)
+    q, k, v, z = (t.flatten(-2) for t in four)
+    return torch.cat([q, k, v], -1), z.unflatten(-1, heads), b.flatten(-2), a.flatten(-2)
+
+
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _forward(given: Given, bounds: Tensor | None, final: bool = False) -> tuple[Tensor, Tensor | None]:
+    return gated_delta_rule(*given, output_final_state=final, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
+
+
+def _recurrence(given: Given, tokens: Tokens, past: Past | None) -> Tensor:
+    """[B or 1, tokens, HV, V]."""
+    if past is None:
+        return _forward(given, tokens.bounds)[0]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return _kept(given, tokens, past)
+    if not past.fresh:
+        raise refusal(past.module, "no gradient goes through a cache; train with use_cache=False")
+    with torch.no_grad():
+        _kept(tuple(t.detach() for t in given), tokens, past)  # type: ignore[arg-type]
+    return _forward(given, tokens.bounds)[0]
+
+
+def _kept(given: Given, tokens: Tokens, past: Past) -> Tensor:
+    """With the state. The whole chunks of new sequences go through the forward, which computes many at once;
+    what is behind them, and all tokens of sequences that have begun, through steps."""
+    device = given[0].device
+    whole = [n // CHUNK * CHUNK if past.fresh else 0 for n in tokens.lengths]
+    rest = [n - w for n, w in zip(tokens.lengths, whole, strict=True)]
+    flat = tuple(t.flatten(0, 1) for t in given)
+    out = torch.empty_like(flat[2])
+    state = past.state()
+    if any(whole):
+        index = tokens.part([0] * tokens.B, whole, device)
+        bounds = torch.tensor([0, *accumulate(whole)], dtype=torch.int32, device=device)
+        chosen: Any = tuple(t.index_select(0, index)[None] for t in flat)
+        made, final = _forward(chosen, bounds, final=True)
+        out.index_copy_(0, index, made[0])
+        begun = [b for b, n in enumerate(whole) if n]
+        assert final is not None
+        state.reset(begun, final[torch.tensor(begun, device=device)])
+    longest = max(rest, default=0)
+    if longest:
+        index = tokens.part(whole, rest, device)
+        places = [torch.arange(b * longest, b * longest + n) for b, n in enumerate(rest)]
+        place = torch.cat(places).to(device)
+
+        def spread(t: Tensor) -> Tensor:
+            rows = t.new_zeros(tokens.B * longest, *t.shape[1:])
+            return rows.index_copy(0, place, t.index_select(0, index)).unflatten(0, (tokens.B, longest))
+
+        lengths = torch.tensor(rest, dtype=torch.int32, device=device)
+        made = gated_delta_rule_step(state, *map(spread, flat), lengths=lengths, use_qk_l2norm_in_kernel=True)
+        out.index_copy_(0, index, made.flatten(0, 1).index_select(0, place))
+    return out.unflatten(0, given[2].shape[:2])
+
+
+class DetRMSNormGated(nn.Module):
+    """A swapped norm: the same object with the same weight, and another class."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        return rms_norm_gated(hidden_states, self.weight, gate, eps=self.variance_epsilon)
+
+
+# Which modules
+
+
+def is_layer(module: nn.Module) -> bool:
+    return type(module).__name__ in LAYERS or isinstance(module, DetGatedDeltaNet)
+
+
+def swapped_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that serves a module, if it is one of a gated delta net."""
+    name = type(module).__name__
+    return DetGatedDeltaNet if name in LAYERS else DetRMSNormGated if name in NORMS else None
+
+
+def convolutions(model: nn.Module) -> set[nn.Module]:
+    """The convolutions whose weights these layers use: they are never called themselves."""
+    convs = (getattr(m, "conv1d", None) for m in model.modules() if is_layer(m))
+    return {module for module in convs if isinstance(module, nn.Module)}
+
+
+def why_not(model: Any) -> str | None:
+    """Why the gated delta-net layers of a model cannot be served, or why it has other layers of that kind."""
+    layers = [m for m in model.modules() if is_layer(m)]
+    wanted = list(getattr(model.config, "layer_types", None) or ()).count(KIND)
+    if wanted != len(layers):
+        return f"it has layers of {KIND}; of these {', '.join(LAYERS)} are served"
+    if not layers:
+        return None
+    cache = import_module("transformers.cache_utils").LinearAttentionLayer
+    if not hasattr(cache(), "number_of_states"):
+        version = import_module("transformers").__version__
+        return f"its layers of {KIND} need the cache of a later transformers than {version}; 5.22 is tested"
+    first: Any = layers[0]
+    if first.head_k_dim not in (64, 128, 256) or first.head_v_dim % 64:
+        sizes = f"{first.head_k_dim} and {first.head_v_dim}"
+        served = "keys of 64, 128 or 256 and values of a multiple of 64 are served"
+        return f"its {KIND} has heads of {sizes}; {served}"
+    if first.conv1d.kernel_size[0] not in (2, 3, 4):
+        return f"its {KIND} has a convolution of {first.conv1d.kernel_size[0]} taps; 2, 3 and 4 are served"
+    if first.activation not in ("silu", "swish"):
+        return f"its {KIND} has the activation {first.activation!r}; silu is served"
+    return None
