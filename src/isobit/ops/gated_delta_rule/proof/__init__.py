@@ -177,7 +177,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         )
         if dtype != BF16 or packed:
             continue
-        wanted = {f"want_{name}": args[name] is not None for name in forward.differentiable}
+        wanted: Args = {f"want_{name}": args[name] is not None for name in forward.differentiable}
         kernels_triton_bwd.gated_delta_rule_bwd(
             launch, _not_recorded, **args, inverse=empty(1, T, HV, CHUNK), do=args["v"],
             dfinal_state=state if "h" in mode else None, **wanted,
