@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # sinks; a window in one of two layers
 }
 RUNS = [Run(3, True, "dynamic", 4), Run(8, False, "static", None)]
 
@@ -180,11 +181,7 @@ def test_what_depends_on_the_batch_is_refused() -> None:
     refused(model, "mlp.experts: its weight is torch.float32; cast the model to bf16")
 
 
-OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
-
-
 def test_experts_of_another_form_are_refused_by_name() -> None:
-    refused(made("GptOss", **OSS), "GptOssAttention has attention sinks")
     model = made("Mixtral", **FAMILIES["Mixtral"] | {"num_hidden_layers": 1})
     model.model.layers[0].mlp.experts.__class__ = type("OtherExperts", (torch.nn.Module,), {})
     refused(model, "mlp.experts: OtherExperts multiplies by its gate_up_proj")
@@ -193,7 +190,7 @@ def test_experts_of_another_form_are_refused_by_name() -> None:
 def test_experts_and_router_of_gpt_oss_are_served() -> None:
     """Weights [E, K, N] with biases, gate and up interleaved, four experts and then a softmax. A token alone
     has its bits, and all are close to transformers'."""
-    block = made("GptOss", **OSS).model.layers[0].mlp
+    block = made("GptOss", **FAMILIES["GptOss"] | {"num_hidden_layers": 1}).model.layers[0].mlp
     x = 3 * torch.randn(12, 64).to(BF16)
     _, weights, experts = block.router(x)
     theirs = block.experts(x, experts, weights)

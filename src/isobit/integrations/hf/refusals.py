@@ -104,10 +104,6 @@ def of_module(module: nn.Module) -> str | None:
             f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
             "values; isobit.attention takes equal ones"
         )
-    if getattr(module, "sinks", None) is not None:
-        return (
-            f"{type(module).__name__} has attention sinks, one more logit in the softmax; they are not served"
-        )
     served = nn.Linear | nn.Embedding | experts.DetExperts | experts.DetRouter
     if not isinstance(module, served) and experts.swapped_class(module) is None:
         own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
