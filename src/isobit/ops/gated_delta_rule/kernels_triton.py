@@ -159,7 +159,13 @@ def prepare_kernel(
     system = systems + pid * (_CHUNK * _CHUNK)
     tl.store(system + r[:, None] * _CHUNK + r[None, :], tl.where(below, -(kk * factor), 0.0))
     tl.debug_barrier()  # other threads of this program read it
-    Tb = rounded(tl.trans(inverse(system, rows, k.dtype.element_ty)), k.dtype.element_ty)
+    solved = inverse(system, rows, k.dtype.element_ty)
+    tl.debug_barrier()  # they have read it
+    # By way of memory: on Hopper, Triton before 3.7.1 miscompiles products whose left operand is a transposed
+    # result of another one.
+    tl.store(system + r[None, :] * _CHUNK + r[:, None], solved)
+    tl.debug_barrier()
+    Tb = rounded(tl.load(system + r[:, None] * _CHUNK + r[None, :]), k.dtype.element_ty)
     if inverses is not None:
         tl.store(inverses + (row * HV + hv)[:, None] * _CHUNK + r[None, :], Tb, mask=live[:, None])
     for start in range(0, V, BN):
