@@ -306,7 +306,7 @@ def enable(backend: str = "hopper", states: str | None = None) -> Enabled:
         backend: the backend of isobit to use: "hopper", or, without such a GPU, "triton" or "reference".
             Calls that it cannot serve are passed on to FLA's own kernel. If it can serve none, because there
             is no such GPU, this warns.
-        states: the backend that computes the states of the forward too, "triton", "model" (CPU) or
+        states: the backend that computes the states of the forward too, "hopper", "triton", "model" (CPU) or
             "reference"; None leaves them to FLA.
 
     Returns:

@@ -132,7 +132,7 @@ def gated_delta_rule(
             bounds.
         numerics: the numerics class that the result must have, "gdr/1" on a Hopper GPU; None takes that of
             the backend that serves. It is an error if no backend can keep it.
-        backend: force "triton", "model" (CPU) or "reference"; None takes the first that can serve.
+        backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
 
     Returns:
         (o, final_state): o like v, final_state [S, HV, K, V] in fp32, or None. A row of o depends on its

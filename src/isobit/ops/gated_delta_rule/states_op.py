@@ -92,7 +92,7 @@ def chunk_gated_delta_rule_fwd_h(
             bounds.
         numerics: the numerics class that the result must have, "gdr/1" on a Hopper GPU; None takes that of
             the backend that serves. It is an error if no backend can keep it.
-        backend: force "triton", "model" (CPU) or "reference"; None takes the first that can serve.
+        backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
 
     Returns:
         (h, v_new, final_state): h [B, NT, HV, K, V] and v_new like u in the dtype of k, final_state
