@@ -271,8 +271,8 @@ _HEAVY = [
     ),
 ]
 _BITS = [
-    _case(2, 40, 1, 1, 32, 16, F32, mode="ght", chunk=32),
-    _case(3, 40, 1, 1, 32, 16, F32, mode="kht", chunk=16),
+    _case(2, 40, 1, 1, 48, 16, F32, mode="ght", chunk=32),
+    _case(3, 40, 1, 1, 48, 16, F32, mode="kht", chunk=16),
     _case(5, 300, 2, 4, 128, 128, BF16, mode="gkht", heavy=True),
     _case(4, 256, 2, 2, 128, 128, F16, mode="ht", heavy=True),
     # All sequences together fill an H200, one of them alone does not: the schedules differ.

@@ -149,7 +149,7 @@ _BITS = [
 _OF_SHARDS: dict[str, Any] = {
     "cases": [_SMALL[0], _SMALL[4]] + _HEAVY[:1],
     "bit_cases": [
-        Case({"N": 200, "D": 40, "V": 300}, BF16, "random", options={"bias": "own", "mask": 0.9}),
+        Case({"N": 200, "D": 64, "V": 600}, F16, "random", options={"bias": "own", "mask": 0.9}),
         *_BITS[1:2],
     ],
     "agree_cases": [Case({"N": 40, "D": 24, "V": 300}, BF16, "random", options={"bias": "own"}), *_BITS[1:2]],
