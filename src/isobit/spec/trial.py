@@ -51,7 +51,7 @@ class Trial:
     bound: str | None = None  # any backend of this numerics class instead of the named one
     targets: tuple[str, ...] = ()  # compile for these only; for all if empty
     brief: bool = False  # compile one call of each kernel
-    one_target: bool = False  # and only for the first target
+    one_target: bool = False  # and only one kernel for the first target
     tolerances: Tolerances = field(default_factory=Tolerances)
     judges_memory: bool = True  # against the bound of isobit's kernels; otherwise it is reported alone
 

@@ -404,9 +404,11 @@ def quiet_stderr() -> Iterator[None]:
 
 def compiles(trial: Trial) -> list[OutputCheck]:
     """Every kernel compiles for its targets, with or without a GPU in the machine. For the first target, and
-    for all that were requested by name, in every recorded call. For the others only the call with the most
-    shared memory, since they have less of it. In a check of all laws one call of each kernel, and in the
-    second dtype only for the first target. Code for NVIDIA is read for what its assembler may have lost."""
+    for all that were requested by name, in every recorded call. For the others only the call of each kernel
+    with the most shared memory, since they have less of it. A check of all laws compiles one call of each
+    kernel, for other targets only the call with the most shared memory of all, and in the second dtype, which
+    differs in conversions, the first kernel for the first target. Code for NVIDIA is read for what its
+    assembler may have lost."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
@@ -431,7 +433,7 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         ones = {call[0]: key for key, call in reversed(calls.items())}  # the first call of each kernel
         calls = {key: calls[key] for key in reversed(ones.values())}
     if trial.one_target:
-        others = []
+        others, calls = [], dict([*calls.items()][:1])
     checks: list[OutputCheck] = []
     to_read: dict[int, bytes] = {}  # code by the index of its check
 
@@ -449,7 +451,8 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         return int(done.metadata.shared)
 
     taken = {key: shared_memory(first, *call) for key, call in calls.items()}
-    largest = {key[0]: key for key in sorted(calls, key=lambda key: taken[key])}  # the last of each kernel
+    # The last of each kernel is the largest; in a brief check the last of all.
+    largest = {not trial.brief and key[0]: key for key in sorted(calls, key=lambda key: taken[key])}
     for target in others:
         for key in calls if trial.targets else largest.values():
             shared_memory(target, *calls[key])
