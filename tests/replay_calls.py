@@ -1,12 +1,7 @@
-"""Calls of isobit's ops as a GPU would get them, for the stub of libcuda: what tests of replays replay.
-
-Nothing is computed there, so what tensors hold does not matter. `Call.args(shift)` makes the same call with
-tensors of its own, each of them `shift` elements into its memory: calls of one kind at other addresses.
-"""
+"""Calls of isobit's ops as a GPU would get them, for the stub of libcuda: what tests of replays replay."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -14,79 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from isobit.frame.op import CONTROLS, OPS, Op
+from isobit.frame.op import OPS
 from isobit.spec.proofs import proofs
-from stub_cuda import STREAM, Launch, Memory, clear, differences_but_for_places, launches, ordinary
-
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A tensor that is to be made."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype = BF16
-    expanded: bool = False  # one number for all, as the gradient of a sum is
-
-    def make(self, shift: int) -> Tensor:
-        if self.expanded:
-            return torch.ones(shift + 1, dtype=self.dtype)[shift].expand(self.sizes)
-        numel = torch.Size(self.sizes).numel()
-        memory = torch.ones(shift + numel, dtype=self.dtype)  # a token, a temperature, a row that counts
-        return memory[shift:].view(self.sizes)
-
-
-def shape(*sizes: int, dtype: torch.dtype = BF16) -> Shape:
-    return Shape(sizes, dtype)
-
-
-@dataclass(frozen=True)
-class Call:
-    """An op, the backend that is to serve, and the arguments that are not their defaults."""
-
-    op: str
-    backend: str
-    given: dict[str, Any] = field(default_factory=dict)
-
-    def but(self, **changes: Any) -> "Call":
-        return Call(self.op, self.backend, {**self.given, **changes})
-
-    def on(self, backend: str) -> "Call":
-        return Call(self.op, backend, self.given)
-
-    @property
-    def declared(self) -> Op:
-        return OPS[self.op]
-
-    def run(self, **args: Any) -> Any:
-        """The backend's own function."""
-        return self.declared.backend_named(self.backend).run(**args)
-
-    def named(self, shift: int = 0) -> dict[str, Any]:
-        """What a caller of the op passes."""
-        return {k: v.make(shift) if isinstance(v, Shape) else v for k, v in self.given.items()}
-
-    def args(self, shift: int = 0) -> dict[str, Any]:
-        return self.bound(self.named(shift))
-
-    def bound(self, named: dict[str, Any]) -> dict[str, Any]:
-        """What a backend gets."""
-        values = dict(zip(self.declared.contract.names, self.declared.bind(named), strict=True))
-        return {k: v for k, v in values.items() if k not in {p.name for p in CONTROLS}}
-
-
-def tensors_of(args: dict[str, Any]) -> list[Tensor]:
-    return [v for v in args.values() if isinstance(v, Tensor)]
-
-
-def as_launch(outputs: Any) -> Launch:
-    """Outputs as a launch with these arguments: so their addresses can be compared like those of kernels."""
-    several = outputs if isinstance(outputs, tuple) else (outputs,)
-    params = (b"" if t is None else t.data_ptr().to_bytes(8, "little") for t in several)
-    return Launch("outputs", 0, (1, 1, 1), (1, 1, 1), 0, STREAM, (), tuple(params))
-
+from replay_layers import LAYERS
+from replay_shapes import BF16, BOOL, F32, INT32, INT64, Call, Shape, as_launch, shape, tensors_of
+from stub_cuda import Memory, clear, differences_but_for_places, launches, ordinary
 
 # What can be replayed
 
@@ -109,11 +36,11 @@ def _head(N: int = 5, D: int = 64, V: int = 600, **more: Any) -> Call:
 def _head_bwd(N: int = 5, D: int = 64, V: int = 600, **more: Any) -> Call:
     given = _head(N, D, V).given | dict.fromkeys(
         ("bias", "mask", "entropy", "kept", "kept_base", "dentropy", "dlse", "softcap", "logit_scale",
-         "logits_dtype", "vocab_size", "workspace_bytes")
+         "logits_dtype", "vocab_size", "padded_vocab", "workspace_bytes", "dhidden_dtype")
     )  # fmt: skip
     given |= {"stats": shape(2, N, dtype=F32), "dlogp": shape(N, dtype=F32), "ignore_index": -100}
     given |= {"temperature": 1.0, "want_hidden": True, "want_weight": True, "want_bias": False}
-    given |= {"grad_dtype": None}
+    given |= {"grad_dtype": None, "shard": 0, "shards": 8}
     return Call("linear_logp_bwd", "hopper", {**given, **more})
 
 
@@ -395,6 +322,10 @@ CALLS = {
     "delta rule": _states("hopper"),
     "delta rule, triton": _states("triton"),
 }  # fmt: skip
+CALLS |= LAYERS | {
+    "head, shards": _head(V=640, padded_vocab=640, **_ALL).on("hopper-8x4"),
+    "head backward, shards": _head_bwd(V=640, padded_vocab=640).on("hopper-8x4"),
+}
 CALLS |= {f"{name}, triton": CALLS[name].on("triton") for name in ("gemm", "gemm backward", "gemm_dw")}
 
 #: And what cannot, with the first operator that runs between its launches.
@@ -410,6 +341,8 @@ REFUSED = {
     "temperatures of rows": (_logits(5, 1000, temperature=shape(5, dtype=F32)), "_to_copy"),
     "head, triton": (_head().on("triton"), "ne"),
     "head backward, triton": (_head_bwd().on("triton"), "ne"),
+    "head, shards in triton": (_head(V=640, padded_vocab=640).on("triton-8x4"), "ne"),
+    "head backward, shards in triton": (_head_bwd(V=640, padded_vocab=640).on("triton-8x4"), "ne"),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from isobit.numerics import chain
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as lse_1
 from isobit.ops.linear_logp import kernels_hopper_shards as shards
-from isobit.ops.linear_logp import model
+from isobit.ops.linear_logp import model_shards as model
 from isobit.ops.linear_logp.pending import Pending
 from test_hopper_backward import DEFAULTS, new_memory_is_nan, one_thread  # noqa: F401
 from test_hopper_pieces import FEW, MANY, MODULES

@@ -15,17 +15,8 @@ from torch import Tensor
 from isobit.frame import entry, launch, replay
 from isobit.frame.launch import launched
 from isobit.spec.proofs import proofs
-from replay_calls import (
-    CALLS,
-    REFUSED,
-    as_launch,
-    by_entries_alone,
-    differs,
-    on_hopper,
-    shape,
-    tensors_of,
-    without_a_call,
-)
+from replay_calls import CALLS, REFUSED, by_entries_alone, differs, on_hopper, without_a_call
+from replay_shapes import as_launch, shape, tensors_of
 from stub_cuda import (
     Launch,
     Memory,

@@ -14,7 +14,8 @@ import isobit
 from isobit.integrations.vllm.attention import split
 from isobit.ops.attention.into import attention_into
 from isobit.ops.attention.op import forward
-from replay_calls import INT32, Call, Noted, as_launch, by_entries_alone, differs, on_hopper
+from replay_calls import Noted, by_entries_alone, differs, on_hopper
+from replay_shapes import INT32, Call, as_launch
 from stub_cuda import Memory, clear, differences_but_for_places, launches, ordinary, run, why_not
 
 pytestmark = [pytest.mark.compat, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

@@ -16,18 +16,8 @@ from torch.autograd import Variable
 
 import isobit
 from isobit.frame import launch as launching
-from replay_calls import (
-    CALLS,
-    F32,
-    INT64,
-    Call,
-    Noted,
-    as_launch,
-    by_entries_alone,
-    differs,
-    on_hopper,
-    shape,
-)
+from replay_calls import CALLS, Noted, by_entries_alone, differs, on_hopper
+from replay_shapes import F32, INT64, Call, as_launch, shape
 from stub_cuda import STREAM, Launch, clear, differences_but_for_places, launches, run, set_stream, why_not
 
 pytestmark = [pytest.mark.compat, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

@@ -19,7 +19,8 @@ from isobit.frame.cache_key import cache_key_of
 from isobit.frame.call_plan import CallPlan
 from isobit.frame.launch import launched
 from isobit.frame.op import OPS
-from replay_calls import BF16, CALLS, Call, by_entries_alone, differs, on_hopper, shape, tensors_of
+from replay_calls import CALLS, by_entries_alone, differs, on_hopper
+from replay_shapes import BF16, Call, shape, tensors_of
 from stub_cuda import clear, run, why_not
 from test_replay_ops import rows
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.kernels.host.vocab_shards import SHARDS
 from isobit.ops.linear_logp.op import backward, forward
 
 #: Arguments of `linear_logp` that are always the same.
 _FIXED: dict[str, Any] = {
-    "mask": None, "ignore_index": -100, "logits_dtype": None, "vocab_size": None, "workspace_bytes": None,
+    "mask": None, "ignore_index": -100, "logits_dtype": None, "vocab_size": None, "padded_vocab": None,
+    "workspace_bytes": None,
 }  # fmt: skip
 
 
@@ -78,7 +80,8 @@ class _LogProbs(torch.autograd.Function):
                 dlogp=None if dlogp is None else dlogp.contiguous(),
                 dentropy=None if dentropy is None else dentropy.contiguous(),
                 **{f"want_{name}": want for name, want in wants.items()},
-                grad_dtype=None if ctx.dtype == torch.float64 else torch.float32, backend=ctx.call.backend,
+                grad_dtype=None if ctx.dtype == torch.float64 else torch.float32, dhidden_dtype=None,
+                shard=0, shards=SHARDS, backend=ctx.call.backend,
             )  # fmt: skip
         inputs = zip(gradients, (hidden, weight, bias), wants.values(), strict=True)
         return *(g.to(x.dtype) if want else None for g, x, want in inputs), None, None

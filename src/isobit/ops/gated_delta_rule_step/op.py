@@ -99,9 +99,10 @@ def gated_delta_rule_step(
         >>> slots = torch.tensor([3])
         >>> prompt = isobit.gated_delta_rule_step(state, q, k, v, g, beta, slots=slots)
         >>> one_by_one = isobit.DeltaState(1, heads=1, value_heads=2, K=64, V=64)
-        >>> for t in range(5):
-        ...     now = (x[:, t : t + 1] for x in (q, k, v, g, beta))
-        ...     assert torch.equal(isobit.gated_delta_rule_step(one_by_one, *now), prompt[:, t : t + 1])
+        >>> tokens = [[x[:, t : t + 1] for x in (q, k, v, g, beta)] for t in range(5)]
+        >>> decoded = [isobit.gated_delta_rule_step(one_by_one, *token) for token in tokens]
+        >>> torch.equal(torch.cat(decoded, 1), prompt)
+        True
     """
     given: dict[str, Any] = {
         "state": state, "q": q, "k": k, "v": v, "g": g, "beta": beta, "slots": slots, "lengths": lengths,

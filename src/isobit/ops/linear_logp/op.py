@@ -440,13 +440,13 @@ SHARDED: dict[str, dict[str, Any]] = {
                    "when": "isobit.ops.linear_logp.kernels_hopper:why_not"},
     "triton-8x4": {"numerics": numerics_in_triton(str(LINEAR_LSE_TRITON_8X4)), "when": triton_cannot_serve,
                    "interpreted": True},
-    "model-8x4": {"numerics": str(LSE_8X4_CPU), "when": "isobit.ops.linear_logp.model:why_not",
+    "model-8x4": {"numerics": str(LSE_8X4_CPU), "when": "isobit.ops.linear_logp.model_shards:why_not",
                   "not_by_default": not_on_the_cpu},
 }  # fmt: skip
 _RUN = {
     "hopper-8x4": ("kernels_hopper_shards", "kernels_hopper_shards", True),
     "triton-8x4": ("kernels_triton_shards", "kernels_triton_shards", True),
-    "model-8x4": ("model", "model", False),
+    "model-8x4": ("model_shards", "model_shards", False),
 }
 for _name, (_ahead, _back, _launches) in _RUN.items():
     _options = SHARDED[_name] | {"other_class_by_default": is_not_padded, "launches": _launches}

@@ -78,7 +78,11 @@ def _one_device(contract: Contract, args: dict[str, Any]) -> None:
 states.rule(*ROW_RULES, _rows_here)
 merged.rule(tokens.scalars, _one_device)
 
-_RUN = {"hopper-8x4": "kernels_hopper_shards", "triton-8x4": "kernels_triton_shards", "model-8x4": "model"}
+_RUN = {
+    "hopper-8x4": "kernels_hopper_shards",
+    "triton-8x4": "kernels_triton_shards",
+    "model-8x4": "model_shards",
+}
 for _name, _module in _RUN.items():
     _options = SHARDED[_name]
     states.backend(_name, run=f"{_module}:linear_logp_states", **_options)

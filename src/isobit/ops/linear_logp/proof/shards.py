@@ -17,7 +17,7 @@ from torch import Tensor
 from isobit.kernels.host import lse_model
 from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.attention.proof.exact import arithmetic
-from isobit.ops.linear_logp import model
+from isobit.ops.linear_logp import model_shards
 from isobit.ops.linear_logp.op import backward, forward, linear_logp, vocabulary
 from isobit.ops.linear_logp.proof import inputs
 from isobit.ranks import Group
@@ -128,7 +128,7 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
         if isinstance(one[name], Tensor):
             one[name] = one[name].flatten()[rows]
     one |= {"return_entropy": False, "return_lse": True, "return_stats": False}
-    logp, _, lse, _ = model.linear_logp(do=do, **one)
+    logp, _, lse, _ = model_shards.linear_logp(do=do, **one)
     assert logp is not None and lse is not None
     return {"logp": ((rows,), logp), "lse": ((rows,), lse)}
 
