@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import isobit
+from isobit.numerics import cpu_steps
 from isobit.ops.attention import kernels_triton, kernels_triton_bwd, model
 from isobit.ops.attention.proof.bits import cancelling
 
@@ -101,9 +102,9 @@ def gradients() -> None:
         for name, a, b in zip("qkv", ours, wanted, strict=True):
             assert a is not None and b is not None
             assert torch.equal(a.view(torch.int16), b.view(torch.int16)), (what, name, int((a != b).sum()))
-        model.GROUP = 8  # the control: other steps
+        cpu_steps.GROUP = 8  # the control: other steps
         other = model.attention_bwd(**call)
-        model.GROUP = 16
+        cpu_steps.GROUP = 16
         shown |= {name for name, a, b in zip("qkv", wanted, other, strict=True) if bool((a != b).any())}
     assert shown == set("qkv"), shown
 

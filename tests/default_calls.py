@@ -51,8 +51,14 @@ class Call:
     def __call__(self, backend: str) -> list[Tensor]:
         leaves = {k: self.args[k].detach().requires_grad_() for k in self.wanted}
         function: Callable[..., Any] = getattr(isobit, self.name)
-        result = function(**self.args | leaves, backend=backend)
-        outputs = list(result) if isinstance(result, tuple) else [result]
+        # A state is written into, so every call has its own.
+        args = {
+            k: v.clone() if hasattr(v, "clone") and not isinstance(v, Tensor) else v
+            for k, v in self.args.items()
+        }
+        result = function(**args | leaves, backend=backend)
+        several = result if isinstance(result, tuple) else (result,)
+        outputs = [output for output in several if output is not None]
         if isinstance(outputs[-1], dict):
             outputs += (value for value in outputs.pop().values() if isinstance(value, Tensor))
         if leaves:

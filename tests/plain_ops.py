@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isobit import DeltaState
+
 
 def logp(logits: Tensor, token_ids: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, token_ids.long()[..., None])[..., 0]
@@ -110,6 +112,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return (wide * rstd * weight.to(wide.dtype)).to(x.dtype)
 
 
+def rms_norm_gated(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+    wide = x.float()
+    y = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    return (weight * y * F.silu(gate.float())).to(x.dtype)
+
+
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     R = cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]
@@ -186,6 +194,50 @@ def gated_delta_rule(
         rows.append((q[:, t, :, None] @ S).transpose(1, 2))
     o = torch.cat(rows, 1) * (K**-0.5 if scale is None else scale)
     return o.to(v.dtype), S if output_final_state else None
+
+
+def gated_delta_rule_step(
+    state: DeltaState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    slots: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The recurrence from the present state of each sequence. It keeps the new one as a state to begin with,
+    instead of rows."""
+    own = list(range(len(q))) if slots is None else slots.tolist()
+    S = q.new_zeros(len(q), *state.start.shape[2:], dtype=torch.float32)
+    for b, slot in enumerate(own):
+        rows, chunks, _, seeded = state.place[slot].tolist()
+        here = (slot, chunks % state.start.shape[1])
+        if chunks or seeded:
+            S[b] = state.start[here]
+        if rows:
+            gates = state.gate_rows[here][:, :rows, None]
+            keys = state.k_rows[here][:, :rows].float().repeat_interleave(v.shape[2] // k.shape[2], 0)
+            new = state.vn_rows[here][:, :rows] * (gates[:, -1:] - gates).exp()
+            S[b] = S[b] * gates[:, -1:].exp() + keys.mT @ new
+    out, S_new = gated_delta_rule(q, k, v, g, beta, scale, S, output_final_state=True)
+    state.reset(own, S_new)
+    return out
+
+
+def delta_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return g, b.float().sigmoid().to(b.dtype)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Of sequences of one length, from their first token on."""
+    D, W = weight.shape
+    padded = F.pad(x.float().mT, (W - 1, 0))
+    z = F.conv1d(padded, weight.float()[:, None], None if bias is None else bias.float(), groups=D)
+    return (z if activation is None else F.silu(z)).mT.to(x.dtype)
 
 
 def chunk_gated_delta_rule_fwd_h(

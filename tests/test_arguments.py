@@ -146,9 +146,9 @@ def dtensor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
 
 
 def test_a_dtensor_is_refused_with_what_to_do_and_explain_agrees(dtensor: Any) -> None:
-    for ask in (isobit.det_linear, lambda x, w: isobit.explain("det_linear", x, w)):
-        with pytest.raises(ContractError, match=r"^det_linear\(weight: .*\): is a DTensor; .*full_tensor"):
-            ask(X, dtensor(X))
+    for ask in (isobit.det_gemm, lambda a, b: isobit.explain("det_gemm", a, b)):
+        with pytest.raises(ContractError, match=r"^det_gemm\(b: .*\): is a DTensor; .*full_tensor"):
+            ask(X, dtensor(X.mT))
 
 
 # Controls

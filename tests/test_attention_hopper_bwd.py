@@ -20,6 +20,7 @@ from attention_on_a_cpu import (
     slowed,
 )
 from gluon_on_a_cpu import Device
+from isobit.numerics import cpu_steps
 from isobit.ops.attention import kernels_hopper_bwd, kernels_hopper_wide, model
 
 #: Up to D = 128, and beyond. Nothing in the second but the launcher of the op knows its D: small ones do.
@@ -75,7 +76,7 @@ def test_another_order_is_noticed(on_a_cpu: Run, monkeypatch: pytest.MonkeyPatch
     """The control of all comparisons here: steps of 8 give other bits."""
     args = backward(CASES["dense"]())
     ours = on_a_cpu(args)
-    monkeypatch.setattr(model, "GROUP", 8)
+    monkeypatch.setattr(cpu_steps, "GROUP", 8)
     other = model.attention_bwd(**args)
     assert all(bool((a != b).any()) for a, b in zip(ours, other, strict=True))
 

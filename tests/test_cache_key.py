@@ -227,6 +227,15 @@ SCALARS: dict[type, tuple[Any, ...]] = {
     str: ("before", "after", "hf", "neither"),
     torch.dtype: (BF16, F16, F32),
 }
+#: What parameters are mostly given that take hardly any of the above, or only with another one.
+TAKEN: dict[str, tuple[Any, ...]] = {
+    "groups": (None,),
+    "order": ("softmax_topk", "topk_softmax"),
+    "padded_vocab": (64, 128),
+    "scoring": ("softmax", "sigmoid"),
+    "top_groups": (None,),
+    "top_k": (1, 3),
+}
 LIBRARY = sorted(name for name in OPS if OPS[name].package.startswith("isobit.ops."))
 #: Ops that take every call that fits their contract.
 NEVER_REFUSED = ("linear_logp_chunk_rounded",)
@@ -266,7 +275,8 @@ def values(
         return [None] * 2
     if p.spec is None or (p.scalar is not None and draw(st.booleans())):
         assert p.scalar is not None
-        return [draw(st.sampled_from(SCALARS[p.scalar]))] * 2
+        found = st.sampled_from(SCALARS[p.scalar])
+        return [draw(mostly(st.sampled_from(TAKEN[p.name]), found) if p.name in TAKEN else found)] * 2
     own = st.sampled_from(p.spec.dtypes)
     dtype = draw(mostly(st.just(narrow) if narrow in p.spec.dtypes else own, own))
     offset = draw(mostly(st.just(0), st.sampled_from([1, 4, 8])))

@@ -11,7 +11,8 @@ import torch
 import plain_ops
 from isobit import testing
 from isobit.check.candidate import candidate_of
-from isobit.frame.op import known_op, public_ops
+from isobit.frame.contract import MISSING
+from isobit.frame.op import CONTROLS, known_op, public_ops
 from isobit.spec.proofs import proof_of
 
 CPU = torch.device("cpu")
@@ -38,8 +39,11 @@ def test_a_plain_function_is_judged_by_its_numbers(name: str) -> None:
         assert judged, law  # not only of empty tensors
     declared = {case.name for case in proof_of(op).cases}
     others = {c["case"] for c in report["candidates"][0]["cases"]} - declared
-    # The options of `spread` are the numbers of rows, which every function takes.
-    if any(case.options for case in proof_of(op).cases) and name != "spread":
+    controls = {p.name for p in CONTROLS}
+    optional = [p for p in op.contract.params if p.default is not MISSING and p.name not in controls]
+    # The options of `spread` are the numbers of rows, which every function takes. Where no argument is
+    # optional, options of cases are dtypes of those that every function takes.
+    if any(case.options for case in proof_of(op).cases) and optional and name != "spread":
         assert others  # some cases vary what a plain function does not take: these are tested without it
 
 

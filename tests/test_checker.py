@@ -399,6 +399,11 @@ def test_other_targets_get_the_call_with_most_shared_memory_unless_they_are_name
     assert once[3] == every[4] and every[4] not in (every[3], every[5])  # that of four warps
 
 
+@triton.jit
+def compiles_too(out):  # type: ignore[no-untyped-def]
+    tl.store(out, 2.0)
+
+
 @pytest.mark.usefixtures("code_is_not_read")
 @pytest.mark.parametrize(
     "asked", [{"brief": True}, {}, {"brief": True, "dtypes": (torch.float32, torch.bfloat16)}]
@@ -406,21 +411,44 @@ def test_other_targets_get_the_call_with_most_shared_memory_unless_they_are_name
 def test_a_check_of_all_laws_compiles_one_call_of_each_kernel_and_all_of_them_where_a_dtype_is_named(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
-    def record(launch: Recorder, dtype: torch.dtype) -> None:
-        record_adds(launch, dtype)
-        launch(compiles, (1,), torch.empty(1, dtype=dtype, device="meta"))
+    """In a check of all laws other targets get the call with the most shared memory of all, which is neither
+    the first nor the last here, and the second dtype the first kernel for the first target."""
 
-    kernels = {"candidate": Kernels(record, targets=[("cuda", 90, 32), ("cuda", 80, 32)])}
+    def record(launch: Recorder, dtype: torch.dtype) -> None:
+        launch(compiles, (1,), torch.empty(1, dtype=dtype, device="meta"))
+        for warps in (2, 4, 1):
+            launch(adds, (1,), torch.empty(1, dtype=torch.int32, device="meta"), N=256, num_warps=warps)
+        launch(compiles_too, (1,), torch.empty(1, dtype=dtype, device="meta"))
+
+    def seen(source: Any, target: Any, options: dict[str, Any]) -> Any:
+        name = f"{source.fn.__name__} cuda:{target.arch}"
+        compiled.append((name, source.signature["out"], options.get("num_warps")))
+        return compile_(source, target=target, options=options)
+
+    compiled: list[tuple[str, str, int | None]] = []
+    compile_ = triton.compile
+    monkeypatch.setattr(triton, "compile", seen)
+    kernels = {"candidate": Kernels(record, targets=[("cuda", n, 32) for n in (90, 89, 80)])}
     monkeypatch.setitem(proofs(), "logp", replace(proofs()["logp"], kernels=kernels))
     with candidate(by_rows):
         cells = run(Request(ops=("logp",), backends=("candidate",), laws=("compile",), **asked))
     assert [cell.status for cell in cells] == [OK, OK]
-    first, other = ([o["output"] for o in cell.outputs] for cell in cells)
-    on_90, on_80 = ["adds cuda:90", "compiles cuda:90"], ["adds cuda:80", "compiles cuda:80"]
+    assert [o["output"] for cell in cells for o in cell.outputs] == [name for name, *_ in compiled]
+
+    def calls(arch: int, dtype: str, *warps: int) -> list[tuple[str, str, int | None]]:
+        """One of each kernel, or that of `adds` with several numbers of warps."""
+        added = [(f"adds cuda:{arch}", "*i32", n) for n in warps]
+        return [(f"compiles cuda:{arch}", dtype, None), *added, (f"compiles_too cuda:{arch}", dtype, None)]
+
     if asked == {"brief": True}:
-        assert first == on_90 + on_80 and other == on_90
+        others = [(f"adds cuda:{arch}", "*i32", 2) for arch in (89, 80)]
+        assert compiled == [*calls(90, "*fp32", 2), *others, ("compiles cuda:90", "*bf16", None)]
     else:
-        assert first == other == ["adds cuda:90"] * 2 + on_90 + on_80
+        assert compiled == [
+            call
+            for dtype in ("*fp32", "*bf16")
+            for call in calls(90, dtype, 2, 4, 1) + calls(89, dtype, 4) + calls(80, dtype, 4)
+        ]
 
 
 def test_a_run_that_checks_nothing_is_an_error() -> None:

@@ -257,7 +257,7 @@ def test_kernels_round_where_the_op_says() -> None:
 
 CASE = "B=2 T=40 H=1 HV=2 K=16 V=24 fp32 mode=ght chunk=16"
 PACKED = "B=1 T=77 H=1 HV=1 K=16 V=16 fp32 mode=gkh chunk=16 lengths=5+40+32"
-BITS = "B=3 T=40 H=1 HV=1 K=32 V=16 fp32 mode=kht chunk=16"
+BITS = "B=3 T=40 H=1 HV=1 K=48 V=16 fp32 mode=kht chunk=16"
 AGREE = "B=1 T=90 H=1 HV=2 K=32 V=16 fp32 mode=ght chunk=16 lengths=30+0+59+1"
 
 

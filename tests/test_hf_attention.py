@@ -171,7 +171,7 @@ def test_calls_that_cannot_be_served_are_refused() -> None:
     refused("dropout=0.1 of Layer of layer 3", dropout=0.1)
     refused("is_causal=False for Layer", is_causal=False)
     refused("output_attentions", output_attentions=True)
-    refused("Layer of layer 3 passes s_aux", s_aux=torch.zeros(2))
+    refused("Layer of layer 3 passes other", other=torch.zeros(2))
     refused("cu_seq_lens_q needs position_ids", cu_seq_lens_q=torch.tensor([0, 4]))
     refused(r"attention_mask \[1, 1, 4, 4\]", given=torch.ones(1, 1, 4, 4))
     refused("window of 3, and its mask None", sliding_window=3)

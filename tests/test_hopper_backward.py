@@ -429,7 +429,7 @@ def test_processing_blocks_in_ascending_order_would_overwrite_unread_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_order = backward.blocks_of
-    monkeypatch.setattr(backward, "_blocks", lambda *args: in_order(*args)[::-1])
+    monkeypatch.setattr(backward, "blocks_of", lambda *args: in_order(*args)[::-1])
     check(CASES["blocks"], monkeypatch)  # not packed: in any order
     with pytest.raises(AssertionError, match="off by more than rounding"):
         check(CASES["blocks, masked"], monkeypatch)
@@ -442,7 +442,7 @@ def test_kept_values_of_another_block_are_wrong(monkeypatch: pytest.MonkeyPatch)
         blocks = right(*args)
         return [block._replace(probs=blocks[0].probs, probs_base=blocks[0].probs_base) for block in blocks]
 
-    monkeypatch.setattr(backward, "_blocks", wrong)
+    monkeypatch.setattr(backward, "blocks_of", wrong)
     with pytest.raises(AssertionError, match="off by more than rounding"):
         check(CASES["kept, blocks"], monkeypatch)
 

@@ -160,7 +160,7 @@ def run(
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
         spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, CONSUMERS=consumers,
         COLUMNS=128, STEP=64, STAGES=stages, GROUP=8, BY_COLUMNS=swapped, OVERLAP=rest > 0,
-        BY_LEAF=False,
+        BY_LEAF=False, SHARDED=False,
         M=tiles[0] * 64 * consumers - short[0], N=tiles[1] * 128 - short[1],
     )  # fmt: skip
     outputs = [

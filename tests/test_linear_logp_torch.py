@@ -80,7 +80,10 @@ ROWS = torch.ones(4)
         ({"vocab_size": 0}, r"vocab_size: 0\): must be 1 to V=5"),
         ({"workspace_bytes": -1}, r"workspace_bytes: -1\): must not be negative"),
         ({"token_ids": torch.zeros(4, dtype=torch.int32), "ignore_index": 2**40}, r"ignore_index: .*hold"),
-        ({"backend": "cublas"}, r"unknown backend; known: hopper, triton, reference"),
+        (
+            {"backend": "cublas"},
+            r"unknown backend; known: hopper, triton, hopper-8x4, triton-8x4, model-8x4, reference",
+        ),
         ({"hidden": None}, r"hidden: None\): is required"),
     ],
 )  # fmt: skip
@@ -123,6 +126,8 @@ NOTHING: dict[str, Any] = {
     "want_hidden": True,
     "want_weight": True,
     "want_bias": False,
+    "shard": 0,
+    "shards": 8,
 }
 
 
@@ -408,7 +413,7 @@ def test_the_order_over_the_vocabulary_is_a_function_of_v_alone() -> None:
 
 
 def test_it_takes_the_arguments_of_the_op_in_their_order() -> None:
-    public = list(inspect.signature(linear_logp).parameters)
+    public = [name for name in inspect.signature(linear_logp).parameters if name != "group"]
     assert [n for n in OPS["linear_logp"].contract.names if n in public] == public
 
 

@@ -119,7 +119,8 @@ def entropic_loss(logp: Tensor, entropy: Tensor | None) -> Tensor:
 def test_explain_knows_it() -> None:
     hidden, weight, ids = make(5)
     result = isobit.explain("linear_policy_loss", hidden, weight, ids, loss_fn=weighed)
-    assert result.backend == "reference" and list(result.reasons) == ["hopper", "triton", "reference"]
+    known = ["hopper", "triton", "hopper-8x4", "triton-8x4", "model-8x4", "reference"]
+    assert result.backend == "reference" and list(result.reasons) == known
     with pytest.raises(TypeError, match=r"call isobit\.linear_policy_loss"):
         OPS["linear_policy_loss"](hidden=hidden)
 

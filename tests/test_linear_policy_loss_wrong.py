@@ -153,7 +153,10 @@ def test_sums_must_be_the_same_for_all_chunks() -> None:
          "cu_seqlens: .*is for packed rows"),
         ({"token_ids": torch.full((20,), V)}, rf"token_ids: \[20\] int64\): id {V} at \[0\] is outside"),
         ({"temperature": torch.zeros(20)}, "temperature: .*is not a positive number"),
-        ({"backend": "bogus"}, "unknown backend; known: hopper, triton, reference"),
+        (
+            {"backend": "bogus"},
+            "unknown backend; known: hopper, triton, hopper-8x4, triton-8x4, model-8x4, reference",
+        ),
         ({"numerics": "chain16"}, "unknown numerics class"),
         ({"temperature": torch.ones(20, requires_grad=True)}, "temperature: .*no gradient goes to it"),
         ({"loss_fn": None}, r"loss_fn: None\): is required"),

@@ -65,6 +65,16 @@ def test_mixed_dtypes_are_refused() -> None:
         isobit.combine(torch.zeros(2, 4, dtype=BF16), torch.zeros(1, 2).half(), torch.tensor([[0, 1]]))
 
 
+def test_a_bias_is_no_wider_than_the_arithmetic() -> None:
+    bias = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(ContractError, match=r"route.bias: .*dtype must be fp32, or fp64 if logits are fp64"):
+        isobit.route(torch.zeros(2, 4), 2, scoring="sigmoid", bias=bias)
+    logits = torch.tensor([[0.0, 1e-12, 0.0, 0.0]], dtype=torch.float64)  # which fp32 scores do not show
+    for given in (bias, bias.float()):
+        routed = isobit.route(logits, 1, scoring="sigmoid", bias=given)
+        assert routed.experts.tolist() == [[1]] and torch.equal(routed.weights, logits[:, 1:2].sigmoid())
+
+
 def wild_places() -> list[list[list[float]]]:
     """Rows of places that do not exist: the memory around y and dy is watched."""
     from isobit.ops.combine import kernels_triton as kernels

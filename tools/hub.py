@@ -27,7 +27,7 @@ PACKAGE = ROOT / "src" / "isobit"
 HOME = "https://github.com/isobit/isobit"
 
 #: Folders and files of the package that are in the repository, and names that are not, at any depth.
-FOLDERS = ("frame", "kernels", "layers", "losses", "numerics", "ops")
+FOLDERS = ("frame", "kernels", "layers", "losses", "numerics", "ops", "ranks")
 FILES = ("__init__.py", "nn.py", "py.typed")
 LEFT_OUT = {"__pycache__", "proof", "proof.py", "rivals.py"}
 

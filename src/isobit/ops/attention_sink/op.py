@@ -57,7 +57,7 @@ def attention_sink(
         x: [*, H, D], the result of `isobit.attention`, in bf16, fp16, fp32 (or fp64, on the reference).
         lse: [*, H] in fp32 (fp64 for fp64 x), what `isobit.attention` returns with `return_lse=True`, heads
             last: `lse.transpose(-1, -2)`. Any strides, so nothing is copied.
-        sinks: [H], the score of each head's sink, in fp32 or in the dtype of x.
+        sinks: [H], the score of each head's sink, in the dtype of x, or in fp32 if that is narrower.
         validate: as in every op; this op has no values to check.
         numerics: the numerics class that the result must have, "sink/1"; None takes that of the backend that
             serves, which `isobit.explain` reports. It is an error if no backend can keep it.
@@ -104,7 +104,7 @@ def _dtypes(contract: Contract, args: dict[str, Any]) -> None:
     if args["lse"].dtype != wide:
         raise contract.error("lse", args["lse"], "dtype must be fp32, or fp64 if x is fp64")
     if args["sinks"].dtype not in (args["x"].dtype, wide):
-        raise contract.error("sinks", args["sinks"], "dtype must be fp32, or that of x")
+        raise contract.error("sinks", args["sinks"], "dtype must be that of x, or fp32 if that is narrower")
 
 
 # Backends, fastest first

@@ -22,7 +22,7 @@ BY_ROWS = ("x", "lse")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Options: `sinks`, their dtype if it is not that of x."""
+    """Inputs of a case. Options: `sinks`, their dtype if it is wider than that of x."""
     dims = dict(case.dims)
     H, D = dims.pop("H"), dims.pop("D")
     lead = tuple(dims.values())
@@ -45,7 +45,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     elif case.data == "constant":
         x.fill_(options.constant)
     args: Args = {"x": x.to(device, case.dtype), "lse": lse.to(device)}
-    args["sinks"] = sinks.to(device, case.options.get("sinks", case.dtype))
+    args["sinks"] = sinks.to(device, torch.promote_types(case.dtype, case.options.get("sinks", case.dtype)))
     return lay_out(args, case.layout)
 
 

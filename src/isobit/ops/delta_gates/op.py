@@ -117,6 +117,7 @@ def _heads(contract: Contract, args: dict[str, Any]) -> None:
 
 
 forward.rule(_dtypes, _heads)
+backward.rule(_dtypes, _heads)
 
 
 # Backends, fastest first

@@ -56,7 +56,7 @@ class Slot:
             own = self._of(name)
             own[:, new] = torch.from_numpy(np.ascontiguousarray(rows[:, new])).to(own.dtype)
         self.place[ROWS] = self.saved = self.rows
-        self.state["place"][self.slot] = torch.tensor(self.place, dtype=torch.int32)
+        self.state["place"][self.slot] = torch.tensor(self.place, dtype=torch.int32, device="cpu")
 
     def close(self, do: Arithmetic) -> None:
         """Begin the next chunk: the state at its start, from all rows of this one."""

@@ -420,7 +420,7 @@ def _by(module: str) -> Callable[..., tuple[Tensor | None, ...]]:
     """The forward of a module that never stores probabilities."""
 
     def run(**args: Any) -> tuple[Tensor | None, ...]:
-        return _without_probs(args, resolve(f"isobit.ops.linear_logp.{module}:linear_logp")(**args))
+        return _without_probs(args, resolve(f"{__package__}.{module}:linear_logp")(**args))
 
     return run
 

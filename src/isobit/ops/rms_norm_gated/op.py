@@ -129,6 +129,7 @@ def _eps(contract: Contract, args: dict[str, Any]) -> None:
 
 
 forward.rule(_columns, _dtypes, _eps)
+backward.rule(_columns, _dtypes)
 
 
 # Backends, fastest first

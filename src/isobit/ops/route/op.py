@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts a token goes to, with which weights, and where its rows
 are among rows that are sorted by expert.
 
-With z a row of logits and everything in fp32:
+With z a row of logits and everything in fp32 (in fp64 for fp64 logits, which the reference alone takes):
 
     p = softmax(z), or 1 / (1 + exp(-z))
     the k experts with the largest z, or p + bias; of equal ones the lower expert first
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.backend import NONE
-from isobit.frame.contract import F32, Contract, Int, Mask, Single
+from isobit.frame.contract import F32, Contract, Float, Int, Mask
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.frame.public_op import public_op
@@ -67,7 +67,7 @@ def _sizes(args: dict[str, Any]) -> dict[str, int]:
 def forward(
     sort: bool = True,
 ) -> tuple[
-    Single[Tensor, "* k in dtype or logits"],
+    Float[Tensor, "* k in dtype or logits"],
     Int[Tensor, "* k"],
     Int[Tensor, "* k if sort"],
     Int[Tensor, "E+1 if sort"],
@@ -77,7 +77,7 @@ def forward(
 
 @forward.public
 def route(
-    logits: Single[Tensor, "* E"],
+    logits: Float[Tensor, "* E"],
     top_k: int,
     *,
     scoring: Literal["softmax", "sigmoid"] = "softmax",
@@ -95,15 +95,16 @@ def route(
     """The experts of every token, their weights, and where the rows of tokens are when sorted by expert.
 
     Args:
-        logits: [*, E] in bf16, fp16 or fp32. Any leading shape and strides, the last dimension contiguous.
+        logits: [*, E] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides,
+            the last dimension contiguous.
         top_k: how many experts a token has.
         scoring: "softmax" or "sigmoid" of the logits.
         order: "softmax_topk" takes weights from the softmax over all experts; "topk_softmax" makes a softmax
             over the chosen ones alone, as GPT-OSS does.
         normalize: divide the weights of a token by their sum.
         dtype: of the weights, bf16, fp16 or fp32; None is that of logits. They are rounded to it once.
-        bias: [E] fp32: added to scores to choose experts, and not part of the weights, as in DeepSeek-V3. It
-            gets no gradient.
+        bias: [E] fp32 (or fp64 for fp64 logits): added to scores to choose experts, and not part of the
+            weights, as in DeepSeek-V3. It gets no gradient.
         groups: choose among the experts of `top_groups` of so many groups of consecutive experts only: those
             in which the two largest scores have the largest sum.
         top_groups: how many groups a token has.
@@ -153,8 +154,8 @@ def choose_experts(
 )
 def backward(
     experts: Int[Tensor, "* k"],
-    dweights: Single[Tensor, "* k"],
-) -> Single[Tensor, "* E in logits"]:
+    dweights: Float[Tensor, "* k"],
+) -> Float[Tensor, "* E in logits"]:
     """dlogits."""
 
 
@@ -180,6 +181,9 @@ def _known(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error(name, args[name], f"must be one of {', '.join(known)}")
     if args["dtype"] not in (None, torch.bfloat16, torch.float16, torch.float32):
         raise contract.error("dtype", args["dtype"], "must be bf16, fp16 or fp32")
+    bias = args["bias"]
+    if bias is not None and bias.dtype not in (torch.float32, args["logits"].dtype):
+        raise contract.error("bias", bias, "dtype must be fp32, or fp64 if logits are fp64")
 
 
 @forward.rule
@@ -234,6 +238,8 @@ rows_op.rule(_rows_fit, _count_positive)
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
     logits, groups = args["logits"], args.get("groups")
     E = logits.shape[-1]
+    if logits.dtype == torch.float64:
+        return "logits are fp64; class route/1 is fp32 arithmetic"
     if E > MOST_EXPERTS or args["top_k"] > MOST:
         return f"{E} experts, {args['top_k']} of a token; the kernels take up to {MOST_EXPERTS} and {MOST}"
     if groups is not None and (E & (E - 1) or groups & (groups - 1)):

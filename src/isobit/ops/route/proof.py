@@ -15,7 +15,7 @@ from isobit.spec.compare import OutputCheck, same_bits
 from isobit.spec.proof import Args, Case, InputOptions, Kernels, Mutant, Proof
 from isobit.spec.trial import Trial
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MB = 1 << 20
 
 #: Options of a case that are arguments, and their defaults.
@@ -30,7 +30,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     *lead, E, k = case.dims.values()
     N = math.prod(lead)
     gen = torch.Generator().manual_seed(options.seed)
-    z = 2 * torch.randn(N, E, generator=gen)
+    z = 2 * torch.randn(N, E, generator=gen, dtype=F64 if case.dtype == F64 else F32)
     if case.data == "edge":
         z[1::6, -1:] += 12.0  # the last expert, and a dropped tail
         z[2::6] = 0.5  # all equal: the lower experts
@@ -43,6 +43,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args: Args = {"logits": z.to(device, case.dtype).view(*lead, E), "top_k": k}
     args |= {name: case.options.get(name, value) for name, value in PLAIN.items()}
     args |= {"bias": None, "mask": None}
+    if case.dtype == F64:
+        args["dtype"] = None  # weights in fp64 show what the arithmetic was
     if case.options.get("bias"):
         args["bias"] = torch.linspace(-0.3, 0.3, E)[torch.randperm(E, generator=gen)].to(device)
     if "mask" in case.options:

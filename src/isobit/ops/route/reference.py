@@ -3,7 +3,7 @@
 The backend adds in the order of the class, in elementwise steps: PyTorch's own sums may take another order
 for another number of rows. Its exp is that of fp64, rounded: the one of fp32 is vectorised, and another one
 for the last elements of a tensor. So a row has the same bits alone and among others here too, though not a
-GPU's.
+GPU's. fp64 logits are computed in fp64.
 """
 
 import math
@@ -64,7 +64,7 @@ def _first(score: Tensor, count: int) -> Tensor:
 
 def route(**args: Any) -> tuple[Tensor | None, ...]:
     logits, mask, k = args["logits"], args["mask"], args["top_k"]
-    z = logits.float()
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p, total = _scores(z, args["scoring"])
     if total is not None:
         p = p / total
@@ -83,11 +83,12 @@ def route(**args: Any) -> tuple[Tensor | None, ...]:
 
 
 def route_bwd(**args: Any) -> Tensor:
-    logits, mask, g = args["logits"], args["mask"], args["dweights"].float()
+    logits, mask = args["logits"], args["mask"]
     live = (
         torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask != 0
     )
-    z = logits.float()
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    g = args["dweights"].to(z.dtype)
     experts = args["experts"].long().masked_fill(~live[..., None], 0)
     scores, total = _scores(z, args["scoring"])
     p = scores if total is None else scores / total
@@ -146,4 +147,4 @@ def _in_turn(terms: Tensor) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    return x.double().exp().float()
+    return x.double().exp().to(x.dtype)

@@ -156,10 +156,17 @@ def _one_by_one(parts: list[Tensor]) -> Tensor:
     return total
 
 
+def _uneven(trial: Trial) -> str | None:
+    for name in ("K", "N"):
+        if trial.case.dims[name] % LEAVES:
+            return f"{name}={trial.case.dims[name]} cannot be cut in eighths"
+    return None
+
+
 def _needs_tree(trial: Trial) -> str | None:
-    if _of_tree(trial):
-        return None
-    return f"class {trial.numerics} has no sum over ranks"
+    if not _of_tree(trial):
+        return f"class {trial.numerics} has no sum over ranks"
+    return _uneven(trial)
 
 
 def _shards(
@@ -180,7 +187,7 @@ _ROW: dict[str, int | None] = {
 }  # fmt: skip
 
 SHARDS = [
-    _shards("a column layer", "column", _COLUMN, why_not=lambda trial: None),
+    _shards("a column layer", "column", _COLUMN, why_not=_uneven),
     _shards("a row layer", "row", _ROW),
     _shards("a column layer, tokens cut before it", "column", _COLUMN | {"gradient:x": 0}, sequence_dim=0),
     _shards("a row layer, tokens cut after it", "row", _ROW | {"y": 0}, sequence_dim=0),

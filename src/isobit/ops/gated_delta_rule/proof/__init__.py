@@ -227,7 +227,7 @@ _SMALL = [
     _case(1, 66, 1, 1, 16, 16, BF16),
     _case(1, 20, 1, 2, 32, 16, F16, mode="gn", layout="padded"),
     _case(1, 70, 1, 1, 16, 32, BF16, mode="gh", v_first=True, lengths="3+0+67"),
-    _case(1, 30, 1, 1, 48, 16, BF16, mode=""),
+    _case(1, 30, 1, 1, 48, 16, BF16, mode="-"),
     _case(1, 70, 1, 2, 20, 12, F32, lengths="66+4"),
     _case(2, 70, 1, 2, 16, 16, F64, mode="ghn", v_first=True),
 ]

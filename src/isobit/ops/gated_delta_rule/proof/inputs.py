@@ -31,7 +31,8 @@ def _bounds(case: Case, device: torch.device) -> Tensor | None:
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """Inputs as in a model: unit keys and queries, beta from 0 to 1, decaying gates. `mode` has a letter for
-    each tensor and flag: g, h (initial_state), n (use_qk_l2norm_in_kernel: q and k have other lengths)."""
+    each tensor and flag: g, h (initial_state), n (use_qk_l2norm_in_kernel: q and k have other lengths); it is
+    "-" where there is none of them."""
     d, given = case.dims, case.options.get("mode", "gh")
     B, T, H, HV, K, V = d["B"], d["T"], d["H"], d["HV"], d["K"], d["V"]
     gen, wide = _drawn(case, device, options), torch.promote_types(case.dtype, F32)
