@@ -23,13 +23,20 @@ def tensors(results: Any) -> list[Tensor]:
     return [r for r in (results if isinstance(results, tuple) else (results,)) if isinstance(r, Tensor)]
 
 
+#: Functions over ops.
+OVER_OPS = ("linear_policy_loss", "gated_delta_rule_step")
+
+
 def call(op: Any, args: dict[str, Any], **controls: Any) -> list[Tensor]:
     """Results of an op, and the gradients of its differentiable arguments."""
     given = {
         name: v.detach().clone().requires_grad_(name in op.differentiable) if isinstance(v, Tensor) else v
         for name, v in args.items()
     }
-    run = op.function if op.name == "linear_policy_loss" else op  # which is a function over ops
+    run = op.function if op.name in OVER_OPS else op
+    if "state" in given and not isinstance(given["state"], Tensor):  # of the class of this op's own package
+        own = import_module(op.function.__module__.rpartition(".")[0] + ".state").DeltaState
+        given["state"] = own.from_tensors({n: t.clone() for n, t in given["state"].tensors().items()})
     results = tensors(run(**given, **controls))
     if op.differentiable:
         sum(r.double().sum() for r in results if r.requires_grad).backward()

@@ -23,12 +23,12 @@ _KINDS = ("colwise", "rowwise")
 def layers_to_cut(model: Any) -> dict[str, str]:
     """The linear layers that the plan of a model names, with its word for how each is cut."""
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    prefix, found = f"{model.base_model_prefix}.", {}
+    prefix, results = f"{model.base_model_prefix}.", {}
     for name, module in model.named_modules():
         key = ".".join("*" if part.isdigit() else part for part in name.removeprefix(prefix).split("."))
         if name.startswith(prefix) and key in plan and isinstance(module, nn.Module):
-            found[name] = plan[key]
-    return found
+            results[name] = plan[key]
+    return results
 
 
 def check_tp(model: Any, mesh: Any, numerics: Classes) -> None:

@@ -122,13 +122,13 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     """The class in numpy, which has another exp than a GPU: on a CPU only."""
     if args["x"].is_cuda:
         return {}
-    found = {"out": model.attention_sink(**args)}
+    results = {"out": model.attention_sink(**args)}
     if cotangents:
         wanted = {"want_x": True, "want_lse": True, "want_sinks": True}
         made = model.attention_sink_bwd(**args, dout=cotangents[0], **wanted)
         names = ("gradient:x", "gradient:lse", "gradient:sinks")
-        found |= {name: t for name, t in zip(names, made, strict=True) if t is not None}
-    return {name: ((slice(None),), t) for name, t in found.items()}
+        results |= {name: t for name, t in zip(names, made, strict=True) if t is not None}
+    return {name: ((slice(None),), t) for name, t in results.items()}
 
 
 # Memory and kernels

@@ -33,7 +33,7 @@ def linear_of_dtensors(
     if mesh.ndim != 1:
         raise _error(
             "weight", weight, f"its mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; it must be cut "
-            "along one only. FSDP2 gathers the others around a forward: call this inside of one"
+            "along one only. FSDP2 gathers the others around a forward: call this inside one"
         )  # fmt: skip
     (placement,) = weight.placements
     if type(placement) is Replicate:

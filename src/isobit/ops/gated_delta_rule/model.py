@@ -325,7 +325,7 @@ def inverses(args: dict[str, Any], do: Arithmetic) -> Tensor:
     """T of every chunk, rounded: [B, T, HV, 64], zeros after the diagonal."""
     k, beta, g = (args[n] for n in ("k", "beta", "g"))
     B, T, HV = beta.shape
-    result = torch.zeros(B, T, HV, CHUNK, dtype=k.dtype)
+    result = torch.zeros(B, T, HV, CHUNK, dtype=k.dtype, device="cpu")
     for n, b, tokens in places(B, T, args["cu_seqlens"]):
         for first in range(tokens.start, tokens.stop, CHUNK):
             here = Place(n, b, slice(first, min(first + CHUNK, tokens.stop)))

@@ -290,7 +290,9 @@ def gated_delta_rule_bwd(arithmetic: Arithmetic = CPU, **args: Any) -> tuple[Ten
     results = {}
     for name in ("q", "k", "v", "g", "beta", "initial_state"):
         given = args[name]
-        results[name] = torch.zeros(given.shape, dtype=given.dtype) if args[f"want_{name}"] else None
+        results[name] = (
+            torch.zeros(given.shape, dtype=given.dtype, device="cpu") if args[f"want_{name}"] else None
+        )
     B, T = args["v"].shape[:2]
     for place in places(B, T, args["cu_seqlens"]):
         for name, gradient in of_sequence(args, place, arithmetic).items():

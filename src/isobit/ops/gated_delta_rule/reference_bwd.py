@@ -32,8 +32,8 @@ def gated_delta_rule_bwd(**args: Any) -> tuple[Tensor | None, ...]:
     inputs = (*by_head, v.to(wide), decay, beta.to(wide), args["do"].to(wide) * args["scale"])
     shapes = {"q": (K,), "k": (K,), "v": (V,), "g": (), "beta": ()}
     result = {n: torch.zeros(B, T, HV, *size, dtype=wide, device=q.device) for n, size in shapes.items()}
-    ends = torch.zeros(B if args["cu_seqlens"] is None else len(args["cu_seqlens"]) - 1, HV, K, V)
-    ends = ends.to(q.device, wide)
+    sequences = B if args["cu_seqlens"] is None else len(args["cu_seqlens"]) - 1
+    ends = torch.zeros(sequences, HV, K, V, dtype=wide, device=q.device)
     for n, b, tokens in places(B, T, args["cu_seqlens"]):
         own = [t[b, tokens] for t in inputs]
         S, D = (_state(state, n, v_first, ends[n]) for state in (initial, dht))

@@ -237,7 +237,9 @@ def linear_logp(  # overloads take any options
         "padded_vocab": padded_vocab, "return_entropy": return_entropy, "return_lse": return_lse,
         "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    if group is not None or is_sharded(weight):
+    # FSDP2 cuts weights by rows as well, and means something else. So a call must say what the ranks share.
+    shares = padded_vocab is not None or numerics is not None
+    if group is not None or (shares and is_sharded(weight)):
         made: Tensor | tuple[Tensor, ...] = resolve(_OF_RANKS)(given, group)
         return made
     if workspace_bytes is not None:

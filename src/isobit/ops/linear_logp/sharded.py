@@ -107,8 +107,8 @@ class _Sharded(torch.autograd.Function):
             flat = dhidden.reshape(-1, hidden.shape[-1])
             dhidden = ordered_sum(call.group, flat, out_dtype=hidden.dtype).view(hidden.shape)
         wanted = (want_hidden, want_weight, want_bias)
-        found = zip((dhidden, dweight, dbias), wanted, strict=True)
-        return (None, *(grad if want else None for grad, want in found))
+        results = zip((dhidden, dweight, dbias), wanted, strict=True)
+        return (None, *(grad if want else None for grad, want in results))
 
 
 def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Te
     return (logp, *wanted) if wanted else logp
 
 
-linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside of this call")
+linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside this call")
 
 
 def _check(group: Group, given: dict[str, Any], validate: bool | None) -> Call:

@@ -76,15 +76,15 @@ def _run(
         dy = None if dy is None else shard_parts(dy.movedim(-1, 0), parts or [N], group).movedim(0, -1)
         if sequence_dim is not None:
             mine["x"] = _cut(args["x"], group, sequence_dim)
-    found = _differentiated(partial(sharded_linear, layer), mine, dy, _wanted(trial, args))
-    return _by_parts(found, parts, group.size) if fused else found
+    results = _differentiated(partial(sharded_linear, layer), mine, dy, _wanted(trial, args))
+    return _by_parts(results, parts, group.size) if fused else results
 
 
-def _by_parts(found: Results, parts: Sequence[int] | None, size: int) -> Results:
+def _by_parts(results: Results, parts: Sequence[int] | None, size: int) -> Results:
     """Columns of y, and rows of gradients, part by part."""
-    own, result = [part // size for part in parts or ()], dict(found)
+    own, result = [part // size for part in parts or ()], dict(results)
     for name in ("y", "gradient:weight", "gradient:bias"):
-        if name in found:
+        if name in results:
             pieces = result.pop(name).split(own, -1 if name == "y" else 0)
             result |= {f"{name}.{i}": piece for i, piece in enumerate(pieces)}
     return result
@@ -106,16 +106,16 @@ def _whole_fused(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> Resu
     columns in the order of leaves."""
     N = len(args["weight"])
     parts = [N // LEAVES * share for share in FUSED]
-    found = _whole(trial, args, cotangents)
-    if "gradient:x" in found:
+    results = _whole(trial, args, cotangents)
+    if "gradient:x" in results:
         order = torch.cat([
             torch.arange(N).split(parts)[p].view(LEAVES, -1)[leaf]
             for leaf in range(LEAVES) for p in range(len(parts))
         ]).to(args["weight"].device)  # fmt: skip
         moved = args | {"weight": args["weight"][order], "bias": None}
         call = partial(_plain, trial, moved)
-        found["gradient:x"] = _differentiated(call, moved, cotangents[0][..., order], ["x"])["gradient:x"]
-    return _by_parts(found, parts, 1)
+        results["gradient:x"] = _differentiated(call, moved, cotangents[0][..., order], ["x"])["gradient:x"]
+    return _by_parts(results, parts, 1)
 
 
 def _controls(

@@ -161,8 +161,8 @@ def _results(trial: Trial, args: Args, cotangents: Sequence[Tensor], **more: Any
         **mine, return_entropy=True, return_lse=True, backend=trial.backend, validate=False, **more
     )
     grads = torch.autograd.grad(outputs, [mine[name] for name in leaves], cotangents)
-    found = dict(zip(trial.proof.outputs, (o.detach() for o in outputs), strict=True))
-    return found | {f"gradient:{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    results = dict(zip(trial.proof.outputs, (o.detach() for o in outputs), strict=True))
+    return results | {f"gradient:{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def _on_a_rank(group: Group, trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
