@@ -18,6 +18,7 @@ from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
 from isobit.ops.gated_delta_rule import chunk_gated_delta_rule_fwd_h, gated_delta_rule
 from isobit.ops.gated_delta_rule_step import gated_delta_rule_step
+from isobit.ops.gated_delta_rule_step.state import DeltaState
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_policy_loss import linear_policy_loss
@@ -32,7 +33,6 @@ from isobit.ops.swiglu import swiglu, swiglu_packed
 if TYPE_CHECKING:
     from isobit import drift, integrations, nn, parallel
     from isobit.integrations.hf.warmup import warmup
-    from isobit.ops.gated_delta_rule_step.state import DeltaState
 
 __version__ = "0.1.0"
 
@@ -55,10 +55,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
 
 
 def __getattr__(name: str) -> Any:
-    """`isobit.drift`, `isobit.integrations`, `isobit.nn`, `isobit.parallel`, `isobit.warmup` and
-    `isobit.DeltaState` are loaded when they are first used: many programs use none of them."""
-    if name == "DeltaState":
-        return import_module("isobit.ops.gated_delta_rule_step.state").DeltaState
+    """`isobit.drift`, `isobit.integrations`, `isobit.nn`, `isobit.parallel` and `isobit.warmup` are loaded
+    when they are first used: many programs use none of them."""
     if name == "warmup":
         return import_module("isobit.integrations.hf.warmup").warmup
     if name in __all__:  # everything else in it is here already

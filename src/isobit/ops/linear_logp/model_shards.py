@@ -63,7 +63,7 @@ class _Call:
         return z.numpy()
 
     def of_good(self, t: Tensor | None) -> Array | None:
-        """One number per row, of the rows that count."""
+        """One number per row, of live rows."""
         return None if t is None else t.cpu().reshape(-1)[self.rows.good].numpy()
 
 
