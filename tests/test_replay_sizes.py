@@ -69,6 +69,9 @@ UNTRACEABLE = {
     "gemm backward, triton-tree8": "len()",
     "experts backward, triton": "expand",
     "experts backward, hopper": "Ellipsis",
+    "head, shards": "a slice that is empty",
+    "gated norm backward": "len()",
+    "gates backward": "len()",
     **dict.fromkeys([name for name in CALLS if name.startswith("chunk backward")], "iterable"),
 }
 
