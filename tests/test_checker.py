@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit import ContractError
 from isobit.check import report
 from isobit.check.laws import LAWS, system
 from isobit.check.laws.system import peak_extra_bytes
@@ -449,17 +448,6 @@ def test_a_check_of_all_laws_compiles_one_call_of_each_kernel_and_all_of_them_wh
             for dtype in ("*fp32", "*bf16")
             for call in calls(90, dtype, 2, 4, 1) + calls(89, dtype, 4) + calls(80, dtype, 4)
         ]
-
-
-def test_a_run_that_checks_nothing_is_an_error() -> None:
-    with pytest.raises(ContractError, match=r"logp: unknown case 'no such case'; known: .*N=20 V=257"):
-        run(Request(ops=("logp",), case="no such case"))
-    with pytest.raises(
-        ContractError, match=r"nothing was checked: logp reference: .*promises accuracy, not bits"
-    ):
-        run(Request(ops=("logp",), backends=("reference",), laws=("invariant",)))
-    with pytest.raises(ContractError, match=r"nothing was checked: .*: det_gemm takes bf16, fp16"):
-        run(Request(ops=("det_gemm",), backends=("model",), laws=("accuracy",), dtypes=(torch.float32,)))
 
 
 def test_tolerances_say_what_they_are_and_only_tighten() -> None:
