@@ -410,8 +410,8 @@ def compiles_too(out):  # type: ignore[no-untyped-def]
 def test_a_check_of_all_laws_compiles_one_call_of_each_kernel_and_all_of_them_where_a_dtype_is_named(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
-    """In a check of all laws other targets get the call with the most shared memory of all, which is neither
-    the first nor the last here, and the second dtype the first kernel for the first target."""
+    """Other targets get the call with the most shared memory of all, neither the first nor the last here, and
+    the second dtype the first kernel for the first target."""
 
     def record(launch: Recorder, dtype: torch.dtype) -> None:
         launch(compiles, (1,), torch.empty(1, dtype=dtype, device="meta"))
