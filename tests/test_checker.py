@@ -424,8 +424,7 @@ def test_a_check_of_all_laws_compiles_one_call_of_each_kernel_and_all_of_them_wh
         compiled.append((name, source.signature["out"], options.get("num_warps")))
         return compile_(source, target=target, options=options)
 
-    compiled: list[tuple[str, str, int | None]] = []
-    compile_ = triton.compile
+    compiled, compile_ = list[tuple[str, str, int | None]](), triton.compile
     monkeypatch.setattr(triton, "compile", seen)
     kernels = {"candidate": Kernels(record, targets=[("cuda", n, 32) for n in (90, 89, 80)])}
     monkeypatch.setitem(proofs(), "logp", replace(proofs()["logp"], kernels=kernels))
