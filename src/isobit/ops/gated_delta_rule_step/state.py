@@ -228,7 +228,10 @@ class DeltaState:
         half = chunks & (self.start.shape[1] - 1)
         for t in (self.start, self.start16):
             t[to, half] = torch.where(some, states[source].to(t.dtype), t[to, half])
-        place = torch.tensor([0, chunks, chunks, 1], dtype=torch.int32, device=self.device)
+        # Written by kernels: a copy from the host would wait, and could not be captured into a graph.
+        place = torch.zeros(4, dtype=torch.int32, device=self.device)
+        place[CHUNKS : OLDEST + 1].fill_(chunks)
+        place[SEEDED:].fill_(1)
         self.place[to] = torch.where(some, place, self.place[to])
 
     @torch.no_grad()
