@@ -340,6 +340,7 @@ def dk_kernel(
         total += y
         if dgate is not None:
             change = tl.load(dgate + to, mask=live, other=0.0)
+            tl.debug_barrier()  # several threads may have read an element that one of them replaces
             tl.store(dgate + to, change - row_sums(k_f * y) - b * from_state, mask=live)
     store(dk, narrow(total, dk), row, H, key_head, K, part * C, live)
 
