@@ -16,9 +16,11 @@ from isobit import ContractError, DeltaState, gated_delta_rule_step
 from isobit.check.laws import bits
 from isobit.frame.backend import Backend
 from isobit.frame.device import arch_key
+from isobit.frame.launch import Recorder
 from isobit.frame.op import OPS
 from isobit.ops.gated_delta_rule.model import CPU as ON_CPU
 from isobit.ops.gated_delta_rule_step import model
+from isobit.ops.gated_delta_rule_step.kernels_triton import rows
 from isobit.spec.proof import Case
 from isobit.spec.trial import Trial
 
@@ -105,6 +107,18 @@ def test_a_sequence_begins_with_a_given_state() -> None:
         alone = [t[b : b + 1] for t in given]
         o, _ = isobit.gated_delta_rule(*alone, initial_state=begun)
         assert torch.equal(out[b : b + 1], o)
+
+
+def test_a_begin_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy waits for a GPU, and a CUDA graph cannot hold one."""
+
+    def copied(*_: Any, **__: Any) -> None:
+        raise AssertionError("a copy from the host")
+
+    state, index, given = made(3), torch.tensor([2]), torch.ones(1, HV, K, V)
+    monkeypatch.setattr(torch, "tensor", copied)
+    state.begin(index, given, 5)
+    assert state.place.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 5, 5, 1]]
 
 
 @pytest.mark.parametrize(("sizes", "rule"), [
@@ -271,3 +285,16 @@ print("done")
 """
     )
     assert printed.strip() == "done"
+
+
+@pytest.mark.parametrize(("odd", "word"), [(0, 8), (4, 4), (3, 1)])
+def test_rows_are_read_in_the_widest_words_that_all_strides_allow(odd: int, word: int) -> None:
+    """The compiler then knows what rows are aligned to, and another stride does not recompile."""
+    state, recorder = DeltaState(2, H, HV, K=K, V=V, device="meta"), Recorder()
+    q, k, v = (torch.empty(2, 3, n, 64 + odd, device="meta").bfloat16()[..., :64] for n in (H, H, HV))
+    g, beta = (torch.empty(2, 3, HV, device="meta") for _ in range(2))
+    args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "slots": None, "lengths": None, "scale": 1.0}
+    rows(recorder, **args, **state.tensors(), use_qk_l2norm_in_kernel=False)
+    for kernel, values, options in recorder.launches:
+        at = kernel.arg_names.index("q_sb")
+        assert options["WORD"] == word and values[at + 1] * word == q.stride(1)

@@ -18,6 +18,7 @@ same call is not finite, rows are multiplied one by one, with later rows as zero
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -128,9 +129,12 @@ def rows_kernel(
     q, k, g, beta, slots, lengths, start, start16, k_rows, vn_rows, inverse, beta_rows, gate_rows, place,
     before, now, gates, minus_a, w, p, later, SLOTS, T, H, HV, V,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh,
-    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr,
+    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """What does not depend on V, for new rows of one chunk; and the closing of the chunk before it."""
+    """What does not depend on V, for new rows of one chunk; and the closing of the chunk before it. Strides
+    of q and k are in words of WORD elements."""
+    q_sb, q_st, q_sh = q_sb * WORD, q_st * WORD, q_sh * WORD
+    k_sb, k_st, k_sh = k_sb * WORD, k_st * WORD, k_sh * WORD
     tiles = V // BV
     part, item = tl.program_id(0) % (tiles + 1), (tl.program_id(0) // (tiles + 1)).to(tl.int64)
     b, hv = item // HV, item % HV
@@ -249,9 +253,13 @@ def values_kernel(
     q, k, v, beta, start16, k_rows, bv_rows, vn_rows, inverse, beta_rows, gate_rows, place,
     now, gates, w, p, out, scale, later, T, H, HV, V,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh,
-    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr,
+    K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, MANY: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """u, v_new and out of new rows, for BV columns; and everything that later calls read."""
+    """u, v_new and out of new rows, for BV columns; and everything that later calls read. Strides of q, k and
+    v are in words of WORD elements."""
+    q_sb, q_st, q_sh = q_sb * WORD, q_st * WORD, q_sh * WORD
+    k_sb, k_st, k_sh = k_sb * WORD, k_st * WORD, k_sh * WORD
+    v_sb, v_st, v_sh = v_sb * WORD, v_st * WORD, v_sh * WORD
     tiles = V // BV
     tile, item = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, hv = item // HV, item % HV
@@ -339,6 +347,20 @@ def columns_of(B: int, HV: int) -> int:
     return 32 if B * HV <= 64 else 64
 
 
+def _registers(count: int, K: int, T: int) -> dict[str, int]:
+    """The limit on registers per thread for calls with one token. They wait for memory most of the time, so
+    programs that share an SM decide the speed. These are the fewest that ptxas 12.8 needs without spilling,
+    in steps of one more program. K = 256 and more tokens need all there are."""
+    return {"maxnreg": count} if T == 1 and K <= 128 and torch.version.hip is None else {}
+
+
+def strides_of(t: Tensor | None) -> list[int]:
+    """Of the first three dimensions; 0 where there is one element, of which no stride is used."""
+    return (
+        [0, 0, 0] if t is None else [s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True)][:3]
+    )
+
+
 def rows(launch: Launch = run, **args: Any) -> Tensor:
     q, k, v, g, beta = (args[name] for name in ("q", "k", "v", "g", "beta"))
     B, T, H, K = q.shape
@@ -357,12 +379,15 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
     slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
     of = {n: args[n] for n in state.TENSORS}
     BV = columns_of(B, HV)
-    strides = {n: (0, 0, 0) if t is None else t.stride()[:3] for n, t in (("g", g), ("beta", beta))}
-    strides |= {n: t.stride()[:3] for n, t in (("q", q), ("k", k), ("v", v))}
+    strides = {n: strides_of(t) for n, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
+    word = gcd(16 // q.element_size(), *strides["q"], *strides["k"], *strides["v"])
+    for name in ("q", "k", "v"):
+        strides[name] = [s // word for s in strides[name]]
     for later in range(1 + (T > 1)):
         before, now = counts[0], counts[later]
         options: dict[str, Any] = {
-            "K": K, "BV": BV, "HALVES": of["start"].shape[1], "MANY": T > 1, "num_warps": 4,
+            "K": K, "BV": BV, "HALVES": of["start"].shape[1], "MANY": T > 1, "WORD": word, "num_warps": 4,
             "num_stages": 2, "enable_fp_fusion": False,
         }  # fmt: skip
         launch(
@@ -371,6 +396,7 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
             of["inverse"], of["beta_rows"], of["gate_rows"], of["place"], before, now, gates, minus_a, w,
             p, later, of["start"].shape[0], T, H, HV, V,
             *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **options,
+            **_registers(168, K, T),
         )  # fmt: skip
         launch(
             values_kernel, (B * HV * (V // BV),),
@@ -378,5 +404,6 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
             of["beta_rows"], of["gate_rows"], of["place"], now, gates, w, p, out, float(args["scale"]),
             later, T, H, HV, V,
             *strides["q"], *strides["k"], *strides["v"], *strides["beta"], **options,
+            **_registers(128, K, T),
         )  # fmt: skip
     return out
