@@ -1,5 +1,11 @@
-"""A stable counting sort of the rows of tokens by expert, in portable Triton: three launches, whatever the
-sizes. Entry r = t k + j is expert j of token t.
+"""A stable sort of the rows of tokens by expert, in portable Triton. Entry r = t k + j is expert j of token
+t.
+
+Few entries, those of a decoding step, are sorted by one launch, in which each is compared with all:
+
+    rank_kernel     how many entries have a lower expert, or the same one and come earlier
+
+More are counted, by three launches, whatever the sizes:
 
     count_kernel    how many entries each expert has in each block of BLOCK entries, [E + 1, blocks]
     ahead_kernel    for each expert, how many it has in the blocks before; and its total
@@ -18,6 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.launch import Launch, run
+from isobit.kernels.triton.interpreter import INTERPRETED
+
+#: Entries that are sorted by one launch, at most. Affects the schedule only. In the interpreter fewer, so
+#: that small cases take both ways.
+FEW = 64 if INTERPRETED.value else 1024
+
+#: Entries that a step of `rank_kernel` compares with.
+COMPARED = 256
 
 #: Entries of a block: their comparisons with one another, BLOCK * BLOCK, stay in registers.
 BLOCK = 64
@@ -38,6 +52,27 @@ def experts_of(experts, entry, R, E):
     e = tl.load(experts + entry, mask=entry < R, other=0)
     e = tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
     return tl.where(entry < R, e, -1)
+
+
+@triton.jit(do_not_specialize=["R", "E", "blocks"])
+def rank_kernel(experts, place, offsets, R, E, blocks, BLOCK: tl.constexpr, COMPARED: tl.constexpr):
+    """The first `blocks` programs compute places of entries, the others offsets of experts: an expert begins
+    where an entry of it would be that comes before all others."""
+    program, i = tl.program_id(0), tl.arange(0, BLOCK)
+    entry = program * BLOCK + i
+    expert = (program - blocks) * BLOCK + i
+    own = tl.where(program < blocks, experts_of(experts, entry, R, E), expert)
+    at = tl.where(program < blocks, entry, -1)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, R, COMPARED):
+        j = first + tl.arange(0, COMPARED)
+        e = experts_of(experts, j, R, E)
+        before = (e[None, :] < own[:, None]) | ((e[None, :] == own[:, None]) & (j[None, :] < at[:, None]))
+        rank += tl.sum((before & (e >= 0)[None, :]).to(tl.int32), axis=1)
+    if program < blocks:
+        tl.store(place + entry, rank, mask=entry < R)
+    else:
+        tl.store(offsets + expert, rank, mask=expert <= E)
 
 
 @triton.jit(do_not_specialize=["R", "E", "blocks"])
@@ -101,6 +136,12 @@ def sort(launch: Launch, experts: Tensor, E: int) -> tuple[Tensor, Tensor]:
     if R == 0:
         return place, torch.zeros(E + 1, dtype=torch.int32, device=device)
     offsets = torch.empty(E + 1, dtype=torch.int32, device=device)
+    if R <= FEW:
+        launch(
+            rank_kernel, (blocks + triton.cdiv(E + 1, BLOCK),), experts, place, offsets, R, E, blocks,
+            BLOCK=BLOCK, COMPARED=COMPARED, num_warps=4,
+        )  # fmt: skip
+        return place, offsets
     counts = torch.empty(E + 1, blocks, dtype=torch.int32, device=device)
     totals = torch.empty(E + 1, dtype=torch.int32, device=device)
     launch(count_kernel, (blocks,), experts, counts, R, E, blocks, BLOCK=BLOCK, COUNTED=COUNTED, num_warps=4)

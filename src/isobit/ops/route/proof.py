@@ -172,8 +172,8 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
-    """Both scorings and orders, groups, a bias, a mask, one row of a program and several. For others than
-    bf16, which differ only in conversions, one call."""
+    """Both scorings and orders, groups, a bias, a mask, one row of a program and several, few entries to sort
+    and many. For others than bf16, which differ only in conversions, one call."""
     from isobit.ops.route import kernels_triton as kernels
 
     def one(N: int, E: int, k: int, masked: bool = False, **given: Any) -> None:
@@ -186,7 +186,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         weights, experts, _, _ = kernels.route(launch, **call)
         kernels.route_bwd(launch, **call, experts=experts, dweights=weights)
 
-    one(64, 128, 3, normalize=True)
+    one(512, 128, 3, normalize=True)
     if dtype == BF16:
         one(64, 60, 2, order="topk_softmax", dtype=F32, masked=True)
         one(64, 512, 2, scoring="sigmoid", normalize=True, bias=True, groups=8, top_groups=2)
