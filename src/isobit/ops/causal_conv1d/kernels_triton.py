@@ -9,6 +9,7 @@ Whatever cu_seqlens, first and slots hold, no access is out of bounds: the begin
 which of the inputs from t - W + 1 to t are read, and never adds others.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -95,8 +96,10 @@ def sums_of(
 @triton.jit(do_not_specialize=BATCH)
 def convolve_rows(
     x, weight, bias, state, first, cu_seqlens, out, N, T, S, steps, x_sb, x_st, first_s, cu_s, D,
-    W: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Strides of x are in words of WORD elements."""
+    x_sb, x_st = x_sb * WORD, x_st * WORD
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sequence, begin = begins_of(row, T, S, first, cu_seqlens, first_s, cu_s, steps)
@@ -111,9 +114,10 @@ def convolve_rows(
 @triton.jit(do_not_specialize=BATCH)
 def last_inputs(
     x, state, first, cu_seqlens, final, N, T, S, x_sb, x_st, first_s, cu_s, D,
-    U: tl.constexpr, COLUMNS: tl.constexpr,
+    U: tl.constexpr, WORD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The final state of one sequence, some channels."""
+    """The final state of one sequence, some channels. Strides of x are in words of WORD elements."""
+    x_sb, x_st = x_sb * WORD, x_st * WORD
     sequence = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     begin = sequence * T
@@ -137,10 +141,11 @@ def last_inputs(
 @triton.jit(do_not_specialize=["P", "T", "x_sb", "x_st", "slots_s"])
 def convolve_next(
     x, weight, bias, state, slots, out, P, T, x_sb, x_st, slots_s, D,
-    W: tl.constexpr, SILU: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, WORD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The T new tokens of one sequence, some channels, one token after another. Its last inputs stay in
-    registers, and are written back at the end."""
+    registers, and are written back at the end. Strides of x are in words of WORD elements."""
+    x_sb, x_st = x_sb * WORD, x_st * WORD
     U: tl.constexpr = W - 1
     b = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -175,9 +180,9 @@ def convolve_next(
 # Launchers
 
 
-def tile_of(D: int) -> dict[str, int]:
+def tile_of(D: int, most: int = COLUMNS) -> dict[str, int]:
     """Tokens and channels of a program. The interpreter has a cost per program, so it takes more."""
-    columns = min(4096 if INTERPRETED.value else COLUMNS, triton.next_power_of_2(max(D, 1)))
+    columns = min(4096 if INTERPRETED.value else most, triton.next_power_of_2(max(D, 1)))
     return {"ROWS": ROWS, "COLUMNS": columns}
 
 
@@ -187,9 +192,16 @@ def walk(args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     B, T, _ = x.shape
     S = B if packed is None else len(packed) - 1
     sizes = [B * T, max(T, 1), S, max(S - 1, 0).bit_length()]
-    strides = [x.stride(0) if B > 1 else 0, x.stride(1) if T > 1 else 0]
-    strides += [0 if t is None else t.stride(0) for t in (first, packed)]
+    strides = [0 if t is None else t.stride(0) for t in (first, packed)]
     return [first, packed], [*sizes, *strides]
+
+
+def in_words(*tensors: Tensor) -> tuple[list[int], int]:
+    """(strides of batch and token of each, in words; elements of a word). A word is 16 bytes, or the part of
+    it to which all rows are aligned: the compiler knows the alignment, so loads are as wide as possible."""
+    strides = [s if n > 1 else 0 for t in tensors for n, s in zip(t.shape[:2], t.stride()[:2], strict=True)]
+    word = gcd(16 // tensors[0].element_size(), *strides)
+    return [s // word for s in strides], word
 
 
 def dense(t: Tensor | None) -> Tensor | None:
@@ -202,13 +214,14 @@ def causal_conv1d(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | N
     (_, T, D), W = x.shape, weight.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     state = dense(args["initial_state"])
-    where, (N, length, S, steps, *strides) = walk(args)
-    tile = tile_of(D)
+    where, (N, length, S, steps, *of_where) = walk(args)
+    of_x, word = in_words(x)
+    strides, tile = (*of_x, *of_where), tile_of(D)
     if out.numel() and S:
         launch(
             convolve_rows, (triton.cdiv(N, ROWS), triton.cdiv(D, tile["COLUMNS"])),
             x, weight, args["bias"], state, *where, out, N, length, S, steps, *strides, D,
-            W=W, SILU=args["activation"] == "silu", **tile, num_warps=4, enable_fp_fusion=False,
+            W=W, SILU=args["activation"] == "silu", WORD=word, **tile, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if not args["return_final_state"]:
         return out, None
@@ -219,7 +232,7 @@ def causal_conv1d(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | N
         launch(
             last_inputs, (S, triton.cdiv(D, tile["COLUMNS"])),
             x, state, *where, final, N, T, S, *strides, D,
-            U=W - 1, COLUMNS=tile["COLUMNS"], num_warps=4, enable_fp_fusion=False,
+            U=W - 1, WORD=word, COLUMNS=tile["COLUMNS"], num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out, final
 
@@ -229,13 +242,13 @@ def causal_conv1d_update(launch: Launch = run, **args: Any) -> Tensor:
     x, state, weight, slots = args["x"], args["state"], args["weight"].contiguous(), args["slots"]
     B, T, D = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    columns = tile_of(D)["COLUMNS"]
+    columns, (strides, word) = tile_of(D, 2 * COLUMNS)["COLUMNS"], in_words(x)
     if out.numel():
         launch(
             convolve_next, (B, triton.cdiv(D, columns)),
-            x, weight, args["bias"], state, slots, out, len(state), T, x.stride(0), x.stride(1),
+            x, weight, args["bias"], state, slots, out, len(state), T, *strides,
             0 if slots is None else slots.stride(0), D,
-            W=weight.shape[-1], SILU=args["activation"] == "silu", COLUMNS=columns,
+            W=weight.shape[-1], SILU=args["activation"] == "silu", WORD=word, COLUMNS=columns,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

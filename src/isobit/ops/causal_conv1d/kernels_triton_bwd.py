@@ -20,15 +20,19 @@ from isobit.kernels.triton.row_stream import GROUP, LOG_GROUPS, over_groups, pro
 from isobit.kernels.triton.silu import silu_slope
 from isobit.ops.causal_conv1d.kernels_triton import (
     BATCH,
-    ROWS,
     begins_of,
     dense,
+    in_words,
     input_of,
     sums_of,
     tap,
     tile_of,
     walk,
 )
+
+#: Tokens of a program that writes dx. It has W times as much to do for each as one of the forward: with more
+#: tokens it would not have registers enough.
+ROWS = 8
 
 # Kernels
 
@@ -61,9 +65,11 @@ def slopes_of(
 def gradient_rows(
     x, weight, bias, state, first, cu_seqlens, dout, dx, N, T, S, steps, x_sb, x_st, first_s, cu_s,
     dout_sb, dout_st, D,
-    W: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A later token belongs to the sum of a row if its sequence has the same begin."""
+    """A later token belongs to the sum of a row if its sequence has the same begin. Strides of x and dout are
+    in words of WORD elements."""
+    x_sb, x_st, dout_sb, dout_st = x_sb * WORD, x_st * WORD, dout_sb * WORD, dout_st * WORD
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     own, begin = begins_of(row, T, S, first, cu_seqlens, first_s, cu_s, steps)
@@ -85,10 +91,12 @@ def gradient_rows(
 def gradient_taps(
     x, weight, bias, state, first, cu_seqlens, dout, taps, alone, N, T, S, steps, x_sb, x_st, first_s, cu_s,
     dout_sb, dout_st, D,
-    W: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, LOG_GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, WORD: tl.constexpr,
+    GROUP: tl.constexpr, LOG_GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Terms of dweight and dbias of 2**LOG_GROUPS groups of rows, one group per row of a tile. Sums that are
-    not wanted are None, and cost nothing."""
+    not wanted are None, and cost nothing. Strides of x and dout are in words of WORD elements."""
+    x_sb, x_st, dout_sb, dout_st = x_sb * WORD, x_st * WORD, dout_sb * WORD, dout_st * WORD
     part = tl.program_id(0).to(tl.int64)
     base = ((part << LOG_GROUPS) + tl.arange(0, 1 << LOG_GROUPS)) * GROUP
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -129,9 +137,10 @@ def causal_conv1d_bwd(
     x, weight, dout = args["x"], args["weight"].contiguous(), args["dout"]
     (B, T, D), W = x.shape, weight.shape[-1]
     state = dense(args["initial_state"])
-    where, (N, length, S, steps, *strides) = walk(args)
-    strides += [dout.stride(0) if B > 1 else 0, dout.stride(1) if T > 1 else 0]
-    tile, silu = tile_of(D), args["activation"] == "silu"
+    where, (N, length, S, steps, *of_where) = walk(args)
+    (x_sb, x_st, *of_dout), word = in_words(x, dout)
+    strides = (x_sb, x_st, *of_where, *of_dout)
+    tile, silu = tile_of(D) | {"ROWS": ROWS}, args["activation"] == "silu"
     empty = x.numel() == 0 or S == 0
 
     def wanted(name: str, *shape: int, dtype: torch.dtype) -> Tensor | None:
@@ -149,7 +158,7 @@ def causal_conv1d_bwd(
     if dx is not None:
         launch(
             gradient_rows, (triton.cdiv(N, ROWS), grid),
-            *common, dx, *sizes, W=W, SILU=silu, **tile, **options,
+            *common, dx, *sizes, W=W, SILU=silu, WORD=word, **tile, **options,
         )  # fmt: skip
     P = programs_of(N)
     taps = wanted("weight", P, D * W, dtype=torch.float32)
@@ -159,7 +168,7 @@ def causal_conv1d_bwd(
         launch(
             gradient_taps, (P, triton.cdiv(D, columns)),
             *common, taps, alone, *sizes,
-            W=W, SILU=silu, GROUP=GROUP, LOG_GROUPS=LOG_GROUPS, COLUMNS=columns, **options,
+            W=W, SILU=silu, WORD=word, GROUP=GROUP, LOG_GROUPS=LOG_GROUPS, COLUMNS=columns, **options,
         )  # fmt: skip
     dweight = None if taps is None else sum_of(taps, weight.dtype, launch).view(D, W)
     return dx, dweight, None if alone is None else sum_of(alone, weight.dtype, launch)
