@@ -38,6 +38,10 @@ _CHUNK, _LOG2E, _EPS = tl.constexpr(CHUNK), tl.constexpr(LOG2E), tl.constexpr(fl
 #: product, so that the selection of a column folds to one register.
 _GROUP = tl.constexpr(8)
 
+#: Rows of A that are loaded at once: a load takes longer than a step, and each step that is unrolled makes
+#: compiling longer.
+_AT_ONCE = tl.constexpr(4)
+
 #: Rows of q and k that one program normalizes.
 ROWS = 16
 
@@ -118,14 +122,19 @@ def inverse(system, rows, DTYPE: tl.constexpr):
     eye = tl.where(c[:, None] == i[None, :], 1.0, 0.0).to(DTYPE)
     T = product(eye, eye, tl.zeros([_CHUNK, _CHUNK], tl.float32))
     for block in tl.static_range(_CHUNK // _GROUP):
-        for s in range(tl.minimum(rows - block * _GROUP, _GROUP)):
-            j = block * _GROUP + s
-            a = tl.load(system + j * _CHUNK + i)
-            here = (i // _GROUP == block) & (i % _GROUP == s)
-            t = tl.sum(tl.where(here[None, :], T, -0.0), 1)
-            t = tl.where(c <= j, t, 0.0)
-            after = (i // _GROUP > block) | ((i // _GROUP == block) & (i % _GROUP > s))
-            T = tl.where(after[None, :], fma(tl.broadcast_to(a[None, :], T.shape), t[:, None], T), T)
+        for first in range(block * _GROUP, tl.minimum(rows, (block + 1) * _GROUP), _AT_ONCE):
+            at = system + first * _CHUNK + i
+            loaded = ()  # loads that do not wait for each other
+            for s in tl.static_range(_AT_ONCE):
+                loaded = loaded + (tl.load(at + s * _CHUNK),)
+            for s in tl.static_range(_AT_ONCE):
+                j = first + s
+                here = (i // _GROUP == block) & (i % _GROUP == j % _GROUP)
+                t = tl.sum(tl.where(here[None, :], T, -0.0), 1)
+                t = tl.where(c <= j, t, 0.0)
+                after = (i // _GROUP > block) | ((i // _GROUP == block) & (i % _GROUP > j % _GROUP))
+                a = tl.broadcast_to(loaded[s][None, :], T.shape)
+                T = tl.where(after[None, :], fma(a, t[:, None], T), T)
     return tl.where(c[:, None] <= i[None, :], T, 0.0)
 
 

@@ -68,6 +68,9 @@ __all__ = ["gated_delta_rule_bwd", "why_not"]
 C = tl.constexpr(CHUNK)
 _SIZES = ["T", "S"]
 
+#: Rows that `finish_kernel` loads at once.
+AT_ONCE = tl.constexpr(8)
+
 
 # Tiles of 64 rows and columns
 
@@ -345,6 +348,23 @@ def dk_kernel(
     store(dk, narrow(total, dk), row, H, key_head, K, part * C, live)
 
 
+@triton.jit
+def parts_of(at, inside, rows, HV, PARTS: tl.constexpr):
+    """A row's numbers in all parts."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + (tl.load(at + part * rows.to(tl.int64) * HV, mask=inside, other=0.0),)
+    return parts
+
+
+@triton.jit
+def added(parts, PARTS: tl.constexpr, HEADS: tl.constexpr):
+    total = tl.zeros([HEADS], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += parts[part]
+    return total
+
+
 @triton.jit(do_not_specialize=[*_SIZES, "rows"])
 def finish_kernel(
     dbeta, dgate, dlast, out_beta, out_g, cu_seqlens, T, S, rows, HV, PARTS: tl.constexpr,
@@ -364,18 +384,19 @@ def finish_kernel(
         at = dlast + (chunk.to(tl.int64) * HV + head) * (PARTS - 1)
         for part in tl.static_range(PARTS - 1):
             total += tl.load(at + part, mask=there, other=0.0)
-    for i in range(left):
-        to = (first + left - 1 - i) * HV + head
-        b = tl.zeros([HEADS], tl.float32)
-        for part in tl.static_range(PARTS):
-            b += tl.load(dbeta + to + part * rows.to(tl.int64) * HV, mask=there, other=0.0)
-        tl.store(out_beta + to, narrow(b, out_beta), mask=there)
-        if out_g is not None:
-            change = tl.zeros([HEADS], tl.float32)
-            for part in tl.static_range(PARTS):
-                change += tl.load(dgate + to + part * rows.to(tl.int64) * HV, mask=there, other=0.0)
-            total += change
-            tl.store(out_g + to, narrow(total, out_g), mask=there)
+    for start in range(0, left, AT_ONCE):
+        of_beta, of_gate = (), ()  # loads that do not wait for each other
+        for i in tl.static_range(AT_ONCE):
+            to, inside = (first + left - 1 - start - i) * HV + head, there & (start + i < left)
+            of_beta = of_beta + (parts_of(dbeta + to, inside, rows, HV, PARTS),)
+            if out_g is not None:
+                of_gate = of_gate + (parts_of(dgate + to, inside, rows, HV, PARTS),)
+        for i in tl.static_range(AT_ONCE):
+            to, inside = (first + left - 1 - start - i) * HV + head, there & (start + i < left)
+            tl.store(out_beta + to, narrow(added(of_beta[i], PARTS, HEADS), out_beta), mask=inside)
+            if out_g is not None:
+                total += added(of_gate[i], PARTS, HEADS)
+                tl.store(out_g + to, narrow(total, out_g), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
