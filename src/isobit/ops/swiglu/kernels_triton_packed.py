@@ -93,7 +93,7 @@ def packed_rows_bwd(
         x, v = clamped(gate, up, limit)
         s = step(sigmoid(step(x * alpha, DTYPE)), DTYPE)
         dglu = product(g, step(v + 1.0, DTYPE), DTYPE)
-        da = step(product(dglu, x, DTYPE) * (one - s) * s, DTYPE)
+        da = product(product(product(dglu, x, DTYPE), step(one - s, DTYPE), DTYPE), s, DTYPE)
         dgate = product(dglu, s, DTYPE) + product(da, alpha, DTYPE)
         dgate = tl.where(gate <= limit, dgate, 0.0)
         dup = tl.where((up >= -limit) & (up <= limit), g * product(x, s, DTYPE), 0.0)

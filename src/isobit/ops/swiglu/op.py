@@ -23,7 +23,7 @@ and backward, as autograd has it there, with dgate and dup 0 where gate and up a
 
     dglu  = round(dout round(v + 1))
     dup   = round(dout glu)
-    da    = round(round(dglu x) (1 - s) s)
+    da    = round(round(round(dglu x) round(1 - s)) s)
     dgate = round(round(dglu s) + round(da alpha))
 """
 

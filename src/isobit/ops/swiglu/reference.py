@@ -48,7 +48,11 @@ def packed_formula(
     gate_up: Tensor, interleaved: bool, limit: float | None, alpha: float
 ) -> tuple[Tensor]:  # fmt: skip
     """(out,) by definition."""
-    gate, up = parts(gate_up, interleaved)
+    return packed_of(*parts(gate_up, interleaved), limit, alpha)
+
+
+def packed_of(gate: Tensor, up: Tensor, limit: float | None, alpha: float) -> tuple[Tensor]:
+    """The same of gate and up."""
     if limit is None:
         return formula(gate, up)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -79,8 +83,7 @@ def swiglu_packed_bwd(
         x, v = gate.clamp(max=limit), up.clamp(-limit, limit)
         s = _sigmoid(x * alpha).to(dtype)
         dglu = dout * (v + 1)
-        wide = s.to(_sigmoid(x[..., :0]).dtype)
-        da = ((dglu * x).to(wide.dtype) * (1 - wide) * wide).to(dtype)
+        da = dglu * x * (1 - s) * s
         dgate = torch.where(gate <= limit, dglu * s + da * alpha, 0.0)
         dup = torch.where((up >= -limit) & (up <= limit), dout * (x * s), 0.0)
     if interleaved:
