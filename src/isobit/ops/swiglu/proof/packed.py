@@ -136,12 +136,13 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 def _eager(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     """The gradients are those of gate and up: autograd adds zeros to those of interleaved columns, and a
     -0 would become 0."""
-    leaves = [t.detach().requires_grad_() for t in reference.parts(args["gate_up"], args["interleaved"])]
+    parts = reference.parts(args["gate_up"], args["interleaved"])
+    gate, up = (t.detach().requires_grad_() for t in parts)
     with torch.enable_grad():
-        (out,) = reference.packed_of(*leaves, args["limit"], args["alpha"])
+        (out,) = reference.packed_of(gate, up, args["limit"], args["alpha"])
     results = {"out": out.detach()}
     if cotangents:
-        results["gradient:gate_up"] = _packed(args, *torch.autograd.grad(out, leaves, cotangents[0]))
+        results["gradient:gate_up"] = _packed(args, *torch.autograd.grad(out, (gate, up), cotangents[0]))
     return results
 
 
