@@ -1,5 +1,5 @@
 """The class of `swiglu_packed` next to PyTorch's eager code. On a GPU the check compares them. On a CPU
-PyTorch rounds the steps of a sigmoid's gradient in fp16 as it does there, so fp16 shows where roundings are."""
+PyTorch rounds the steps of a sigmoid's gradient in fp16 as it does there, which shows where they are."""
 
 import pytest
 import torch
