@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isobit
@@ -106,12 +106,16 @@ def modules(rank: int, mesh: DeviceMesh, tokens: bool) -> dict[str, bool]:
     y = whole(given)
     y.backward(dy)
     assert given.grad is not None
-    for first in ("swap", "shard"):
+    for first in ("swap", "shard") if tokens else ("swap", "shard", "torch's styles"):
         model, dim = Mlp(), 0 if tokens else None
         if first == "swap":
             swap_linear(model, numerics="tree8")
-        plan = {"up": DetColwise(sequence_dim=dim), "down": DetRowwise(sequence_dim=dim)}
+        plan: dict[str, Any] = {"up": DetColwise(sequence_dim=dim), "down": DetRowwise(sequence_dim=dim)}
+        if first == "torch's styles":
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, mesh, plan)
+        if first == "torch's styles":
+            swap_linear(model, numerics="tree8")
         assert isinstance(model.up, DetLinear) and isinstance(model.up.weight, DTensor)
 
         def own(t: Tensor) -> Tensor:
@@ -140,10 +144,13 @@ def dtensors(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
         tensors = [spread(t, p) for t, p in zip((x, weight, bias), placements, strict=True)]
         return isobit.det_linear(*tensors, numerics="tree8")
 
+    cut = [spread(t, Shard(0)) for t in (weight, bias)]
+    said = isobit.det_linear(x, *cut, numerics="tree8", group=mesh)
     column = product(Replicate(), Shard(0), Shard(0))
     row = product(Shard(1), Shard(1), Replicate())
     whole = product(Replicate(), Replicate(), Replicate())
     return {
+        "DTensor weight and a group": torch.equal(said, y.chunk(mesh.size(), 1)[rank]),
         "DTensor column": column.placements == (Shard(1),) and torch.equal(column.full_tensor(), y),
         "DTensor row": row.placements == (Replicate(),) and torch.equal(row.to_local(), y),
         "DTensor whole": torch.equal(whole.to_local(), y),
@@ -251,7 +258,7 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
     uneven = distribute_tensor(drawn(2, N, 30), mesh, [Shard(1)])
     flat = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))
     two = distribute_tensor(weight, flat, [Shard(0), Shard(1)])
-    cut = distribute_tensor(weight, mesh, [Shard(1)])
+    rows, cut = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (0, 1))
     odd = weight[: 5 * ranks].chunk(ranks)[rank]
     return {
         "another class": told(lambda: column_linear(
@@ -268,8 +275,11 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
         "parts": told(lambda: column_linear(x, columns, group=group, parts=(8, 8))),
         "two dimensions": told(lambda: isobit.det_linear(x, two, numerics="tree8")),
         "a mesh": told(lambda: column_linear(x, columns, group=flat)),
-        "no class": told(lambda: isobit.det_linear(part[0], cut)),
-        "uneven": told(lambda: isobit.det_linear(drawn(1, 3, 7), uneven, numerics="tree8")),
+        "no class": told(lambda: isobit.det_linear(part[0], cut, group=mesh)),
+        "uneven": told(lambda: isobit.det_linear(drawn(1, 3, 7), uneven, numerics="tree8", group=mesh)),
+        "not said": told(lambda: isobit.det_linear(x, rows, numerics="tree8")),
+        "another mesh": told(lambda: isobit.det_linear(x, rows, numerics="tree8", group=flat["tp"])),
+        "a plain shard": told(lambda: isobit.det_linear(x, columns, numerics="tree8", group=mesh)),
         "no group": told(lambda: column_linear(x, columns, group=7)),
     }  # fmt: skip
 

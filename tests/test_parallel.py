@@ -36,7 +36,7 @@ def test_processes_have_the_bits_of_one(processes: Any, ranks: int) -> None:
     found = processes[str(ranks)]
     assert len(found) == ranks
     for rank in found:
-        assert len(rank) == (21 if ranks == 4 else 19)
+        assert len(rank) == (23 if ranks == 4 else 21)
         assert [name for name, same in rank.items() if same is not True] == ["refusals"]
 
 
@@ -53,6 +53,9 @@ REFUSALS = {
     "a mesh": 'must have one dimension; select it by name: mesh["tp"]',
     "no class": 'ask for numerics="tree8"',
     "uneven": "det_linear(weight: DTensor [32, 30] bf16): S(1) cuts 30 over 4 ranks unevenly",
+    "not said": "If they share this layer, say so: group=weight.device_mesh. If FSDP2 has cut it, the module",
+    "another mesh": "is on another mesh than the ranks of group",
+    "a plain shard": "isobit.parallel.column_linear and row_linear take the shard of a rank",
     "no group": "must be a ProcessGroup of torch.distributed",
     "few heads": "num_key_value_heads=1 cannot be divided among 4 ranks",
     "a model of chain16": "must be of class tree8",

@@ -37,8 +37,7 @@ class _Style(ParallelStyle):
                 f"{what}: {name}={cut} must be a multiple of {LEAVES}, to be cut over {group.size} ranks as "
                 "over any other number of them"
             )
-        if self.sequence_dim is not None:
-            layer.sequence_dim = self.sequence_dim
+        layer.of_ranks, layer.sequence_dim = True, self.sequence_dim
         placed: dict[str, Any] = {"weight": Shard(0) if self.kind == "column" else Shard(1)}
         placed["bias"] = Shard(0) if self.kind == "column" else Replicate()
         for each, placement in placed.items():

@@ -83,4 +83,5 @@ def join(model: Any) -> None:
                 raise refusal(model, f"{name} was sharded afterwards; the model cannot be restored")
             whole = parameter.data.full_tensor()
             setattr(layer, key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        vars(layer).pop("of_ranks", None)
     vars(model).pop(CUT, None)
