@@ -45,10 +45,26 @@ def results(rank: int, ranks: int, **options: Any) -> list[torch.Tensor]:
     return [logp.detach(), entropy.detach(), *grads]
 
 
+def of_loss(rank: int, ranks: int, **options: Any) -> list[torch.Tensor]:
+    """The same of a loss that uses log-probabilities and entropies."""
+    args = tensors()
+    rows = slice(rank * P // ranks, (rank + 1) * P // ranks) if ranks > 1 else slice(V)
+    args |= {name: args[name][rows] for name in ("weight", "bias")}
+    leaves = [args[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+
+    def loss_fn(logp: torch.Tensor, entropy: torch.Tensor, weights: torch.Tensor) -> Any:
+        return (weights * logp - 0.1 * entropy).sum(), {"logp": logp.sum()}
+
+    given: dict[str, Any] = {"loss_fn": loss_fn, "inputs": {"weights": torch.linspace(-1, 1, N)}}
+    loss, sums = isobit.linear_policy_loss(**args, **given, entropy=True, padded_vocab=P, **options)
+    return [loss.detach(), sums["logp"], *torch.autograd.grad(loss * 1.5, leaves)]
+
+
 def assert_same(found: list[list[torch.Tensor]], whole: list[torch.Tensor]) -> None:
     for i, expected in enumerate(whole):
         each = [rank[i] for rank in found] if i < 3 else [torch.cat([rank[i] for rank in found])]
-        assert all(torch.equal(ours.view(torch.uint8), expected.view(torch.uint8)) for ours in each)
+        bits = expected.reshape(-1).view(torch.uint8)
+        assert all(torch.equal(ours.reshape(-1).view(torch.uint8), bits) for ours in each)
 
 
 # The class
@@ -120,6 +136,7 @@ def _process(rank: int, ranks: int, folder: str) -> None:
     found.append(logp.detach())
     assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (Shard(0),)
     found.append(leaf.grad.to_local())
+    found += of_loss(rank, ranks, vocab_size=V, group=dist.group.WORLD)
     options = {"temperature": 1.0 + rank}
     with pytest.raises(ContractError, match="do not make the same call"):
         results(rank, ranks, group=dist.group.WORLD, **options)
@@ -137,6 +154,9 @@ def test_processes_have_the_bits_of_one(tmp_path: Path) -> None:
     logp = isobit.linear_logp(**args, vocab_size=V, padded_vocab=P)
     logp.sum().backward()
     assert weight.grad is not None
+    loss = of_loss(0, 1)
+    loss[3:] = [torch.cat([t, t.new_zeros(P - V, *t.shape[1:])]) for t in loss[3:]]
+    assert_same([each[7:] for each in found], loss)
     for each in found:
         assert torch.equal(each[5], logp)
     assert torch.equal(torch.cat([each[6] for each in found]), weight.grad)
