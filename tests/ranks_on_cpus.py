@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import isobit
 from isobit.nn import DetLinear, swap_linear
@@ -196,6 +196,24 @@ def llama(**options: Any) -> Any:
     return LlamaForCausalLM(config).to(BF16).eval()
 
 
+def qwen3() -> Any:
+    """With norms of single heads."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=53, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(BF16).eval()
+
+
+def by_styles(mesh: DeviceMesh) -> Any:
+    """A Llama whose layers are cut before it is given to `zero_drift`."""
+    columns = ("q", "k", "v", "gate", "up")
+    plan: dict[str, Any] = {f"model.layers.*.*.{name}_proj": DetColwise() for name in columns}
+    plan |= {f"model.layers.*.*.{name}_proj": DetRowwise() for name in ("o", "down")}
+    return parallelize_module(llama(), mesh, plan)
+
+
 def run(model: Any) -> dict[str, Any]:
     """Logits, loss, gradients, and a step of decoding."""
     ids = torch.randint(0, 53, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -204,35 +222,61 @@ def run(model: Any) -> dict[str, Any]:
     with torch.no_grad():
         cache = model(ids[:, :4], use_cache=True).past_key_values
         step = model(ids[:, 4:], past_key_values=cache).logits
-    found = {"logits": out.logits, "loss": out.loss, "step": step, "keys": cache.layers[1].keys}
+    found = {"logits": out.logits, "loss": out.loss, "step": step, "keys": cache.layers[-1].keys}
     return {name: t.detach() for name, t in found.items()} | {"gradients": gradients(model)}
 
 
 def on_one(place: str) -> None:
     """What the others are compared with, by a model that knows of no ranks."""
-    model = llama()
-    isobit.nn.zero_drift(model, numerics=CLASSES)
-    torch.save(run(model), f"{place}/whole")
+    for made in (llama, qwen3):
+        model = made()
+        isobit.nn.zero_drift(model, numerics=CLASSES)
+        torch.save(run(model), f"{place}/{made.__name__}")
 
 
-def a_model(rank: int, mesh: DeviceMesh, place: str) -> dict[str, Any]:
-    """With heads, and their keys and values, cut."""
-    model, whole = llama(), torch.load(f"{place}/whole")
-    on = isobit.nn.zero_drift(model, numerics=CLASSES, tp=mesh)
-    ours = run(model)
-    found = {f"model: {name}": torch.equal(ours[name], whole[name]) for name in ("logits", "loss", "step")}
-    found["model: gradients"] = equal(ours["gradients"], whole["gradients"])
-    found["model: heads are cut"] = torch.equal(ours["keys"], whole["keys"].chunk(mesh.size(), 1)[rank])
-    found["model: a step is a row"] = torch.equal(ours["step"][:, 0], ours["logits"][:, 4])
-    on.disable()
-    pairs = zip(model.parameters(), llama().parameters(), strict=True)
-    found["model: whole again"] = all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
+def compared(what: str, model: Any, place: str, rank: int, ranks: int) -> dict[str, Any]:
+    """A model of ranks with one that knows of none."""
+    ours, whole = run(model), torch.load(f"{place}/{what.split()[0]}")
+    last = [torch.equal(ours["step"][:, 0], ours["logits"][:, 4])]
+    last += [torch.equal(ours[name], whole[name]) for name in ("logits", "loss", "step")]
+    return {
+        f"{what}: logits, loss, a step": all(last),
+        f"{what}: gradients": equal(ours["gradients"], whole["gradients"]),
+        f"{what}: heads are cut": torch.equal(ours["keys"], whole["keys"].chunk(ranks, 1)[rank]),
+    }
+
+
+def models(rank: int, mesh: DeviceMesh, place: str) -> dict[str, Any]:
+    """With heads, and their keys and values, cut: by `zero_drift`, or before it."""
+    found = dict[str, Any]()
+    for made in (llama, qwen3):
+        model = made()
+        on = isobit.nn.zero_drift(model, numerics=CLASSES, tp=mesh)
+        found |= compared(made.__name__, model, place, rank, mesh.size())
+        on.disable()
+        pairs = zip(model.parameters(), made().parameters(), strict=True)
+        whole = all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
+        found[f"{made.__name__}: whole again"] = whole
+    if mesh.size() > 2:
+        return found
+    model = by_styles(mesh)
+    with isobit.nn.zero_drift(model, numerics=CLASSES) as on:
+        found |= compared("llama by styles", model, place, rank, mesh.size())
+        on.check()
+    found["llama by styles: still cut"] = isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
     return found
 
 
 def refused_models(mesh: DeviceMesh) -> dict[str, str]:
     few, plain = llama(num_key_value_heads=1), llama()
+    cut, normed = by_styles(mesh), qwen3()
+    parallelize_module(normed.model.layers[0].mlp, mesh, {"up_proj": DetColwise()})
+    torchs = llama()
+    parallelize_module(torchs.model.layers[0].mlp, mesh, {"up_proj": ColwiseParallel()})
     return {
+        "cut already": told(lambda: isobit.nn.zero_drift(cut, numerics=CLASSES, tp=mesh)),
+        "norms of heads": told(lambda: isobit.nn.zero_drift(normed, numerics=CLASSES)),
+        "cut by torch's styles": told(lambda: isobit.nn.zero_drift(torchs, numerics=CLASSES)),
         "few heads": told(lambda: isobit.nn.zero_drift(few, numerics=CLASSES, tp=mesh)),
         "a model of chain16": told(lambda: isobit.nn.zero_drift(plain, tp=mesh)),
     }
@@ -313,7 +357,7 @@ def main(rank: int, ranks: int, place: str, dies: bool) -> None:
         found |= modules(rank, mesh, False) | modules(rank, mesh, True) | dtensors(rank, mesh)
         if ranks == 4:
             found |= with_fsdp(rank)
-        found |= a_model(rank, mesh, place)
+        found |= models(rank, mesh, place)
         found["refusals"] = refusals(rank, mesh) | refused_models(mesh)
     Path(place, str(rank)).write_text(json.dumps(found))
     if not dies:
