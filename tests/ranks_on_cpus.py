@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import isobit
 from isobit.nn import DetLinear, swap_linear
-from isobit.parallel import DetColwise, DetRowwise, RanksError, column_linear, row_linear
+from isobit.parallel import DetColwise, DetRowwise, RanksError, column_linear, join_parts, row_linear
 
 BF16 = torch.bfloat16
 K, N = 64, 32
@@ -130,6 +130,45 @@ def modules(rank: int, mesh: DeviceMesh, tokens: bool) -> dict[str, bool]:
             [ours, mine.grad, *gradients(model)], theirs
         )
     return found
+
+
+class Gated(nn.Module):
+    """With gate and up in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(K, 2 * N), nn.Linear(N, K)
+        for i, parameter in enumerate(self.parameters()):
+            parameter.data = drawn(10 + i, *parameter.shape) / 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        out: Tensor = self.down(torch.relu(gate) * up)
+        return out
+
+
+def fused(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
+    """A layer in parts, by a style; on one rank its parts are declared as well."""
+    x, dy, parts, found = drawn(5, 8, K), drawn(6, 8, K), (N, N), []
+    alone = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
+    for where in (mesh, alone):
+        model = Gated()
+        parallelize_module(model, where, {"gate_up": DetColwise(parts=parts), "down": DetRowwise()})
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.backward(dy)
+        assert given.grad is not None
+        weight, bias, *down = gradients(model)
+        joined = [join_parts(t, parts, where.size()) for t in (weight, bias)]
+        found.append([y.detach(), given.grad, *joined, *down])
+    plain = Gated()
+    swap_linear(plain, numerics="tree8")
+    made = column_linear(x, plain.gate_up.weight, plain.gate_up.bias, group=None, parts=parts)
+    return {
+        "fused by a style": equal(*found),
+        "fused: y is that of no parts": torch.equal(found[0][0], plain(x)) and torch.equal(
+            made, plain.gate_up(x)),
+    }  # fmt: skip
 
 
 def dtensors(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
@@ -303,6 +342,7 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
     flat = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))
     two = distribute_tensor(weight, flat, [Shard(0), Shard(1)])
     rows, cut = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (0, 1))
+    cut_twice = parallelize_module(Gated(), mesh, {"gate_up": DetColwise()})
     odd = weight[: 5 * ranks].chunk(ranks)[rank]
     return {
         "another class": told(lambda: column_linear(
@@ -318,6 +358,10 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
         "odd": told(lambda: column_linear(needs_x, odd, group=group)),
         "parts": told(lambda: column_linear(x, columns, group=group, parts=(8, 8))),
         "two dimensions": told(lambda: isobit.det_linear(x, two, numerics="tree8")),
+        "parts of a style": told(
+            lambda: parallelize_module(Gated(), mesh, {"gate_up": DetColwise(parts=(N, 8))})),
+        "parts of a shard": told(
+            lambda: parallelize_module(cut_twice, mesh, {"gate_up": DetColwise(parts=(N, N))})),
         "a mesh": told(lambda: column_linear(x, columns, group=flat)),
         "no class": told(lambda: isobit.det_linear(part[0], cut, group=mesh)),
         "uneven": told(lambda: isobit.det_linear(drawn(1, 3, 7), uneven, numerics="tree8", group=mesh)),
@@ -355,6 +399,7 @@ def main(rank: int, ranks: int, place: str, dies: bool) -> None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         found |= functions(rank, ranks, 5) | functions(rank, ranks, 520)
         found |= modules(rank, mesh, False) | modules(rank, mesh, True) | dtensors(rank, mesh)
+        found |= fused(rank, mesh)
         if ranks == 4:
             found |= with_fsdp(rank)
         found |= models(rank, mesh, place)

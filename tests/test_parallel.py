@@ -36,7 +36,7 @@ def test_processes_have_the_bits_of_one(processes: Any, ranks: int) -> None:
     found = processes[str(ranks)]
     assert len(found) == ranks
     for rank in found:
-        assert len(rank) == (24 if ranks == 4 else 26)
+        assert len(rank) == (26 if ranks == 4 else 28)
         assert [name for name, same in rank.items() if same is not True] == ["refusals"]
 
 
@@ -49,6 +49,8 @@ REFUSALS = {
     "chain16 and a gradient": "the gradient of x is a sum over N, and N is shared by the ranks",
     "odd": "must be a multiple of 8",
     "parts": "column_linear(parts: (8, 8)): must add up to N of the whole weight, 32",
+    "parts of a style": "DetColwise(parts: (32, 8)): must add up to out_features=64, and each must be a",
+    "parts of a shard": "DetColwise(parts: (32, 32)): the weight is cut already, and not in these parts",
     "two dimensions": "its mesh has 2 dimensions, ('dp', 'tp')",
     "a mesh": 'must have one dimension; select it by name: mesh["tp"]',
     "no class": 'ask for numerics="tree8"',

@@ -56,6 +56,8 @@ class DetLinear(nn.Linear):
     sequence_dim: int | None = None
     #: Whether the ranks of the mesh that its weight is on share this layer; `isobit.parallel` sets it too.
     of_ranks = False
+    #: The columns of each part of a fused layer that ranks share: its rows are then in the order of ranks.
+    parts: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class DetLinear(nn.Linear):
             return linear_of_dtensors(
                 input, weight, self.bias, group=cast(Any, weight).device_mesh, operand_dtype=operand_dtype,
                 out_dtype=self.out_dtype, validate=None, numerics=self.numerics, backend=self.backend,
-                sequence_dim=self.sequence_dim,
+                sequence_dim=self.sequence_dim, parts=self.parts,
             )  # fmt: skip
         return det_linear(
             input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
@@ -152,7 +154,7 @@ class Swap:
                 )
         for layer in self._layers:
             set_class(layer, nn.Linear)
-            for option in (*_OPTIONS, "sequence_dim", "of_ranks"):
+            for option in (*_OPTIONS, "sequence_dim", "of_ranks", "parts"):
                 vars(layer).pop(option, None)
         self._layers.clear()
 

@@ -10,6 +10,7 @@ FSDP2 cuts parameters in the same way, to gather them around a forward. So a cal
 the layer: by the group, or by an x that is a DTensor on the mesh of the weight.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Literal
 
@@ -29,9 +30,10 @@ def _kinds() -> tuple[Any, Any, Any]:
 
 def linear_of_dtensors(
     x: Tensor, weight: Any, bias: Any, *, group: Any, validate: bool | None, sequence_dim: int | None = None,
-    **options: Any,
+    parts: Sequence[int] | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`det_linear` of a weight that is a DTensor. `options` are those of `det_linear`."""
+    """`det_linear` of a weight that is a DTensor. `options` are those of `det_linear`. With `parts` its rows
+    are in the order of ranks (`in_ranks`)."""
     if not is_dtensor(weight):
         raise ContractError(
             f"det_linear(group: {type(group).__name__}, weight: {describe(weight)}): weight must be a "
@@ -51,13 +53,14 @@ def linear_of_dtensors(
         raise _error("weight", weight, f"is placed {placement}; must be Shard(0), Shard(1) or Replicate()")
     _check_shared(x, weight, group)
     kind: Literal["column", "row"] = "column" if placement.dim == 0 else "row"
-    layer = layer_of(kind, mesh, sequence_dim=sequence_dim, **options)
+    layer = layer_of(kind, mesh, parts=parts, sequence_dim=sequence_dim, **options)
     if cut[placement.dim] % layer.group.size:
         raise _error(
             "weight", weight, f"{placement} cuts {cut[placement.dim]} over {layer.group.size} ranks unevenly"
         )  # fmt: skip
-    if sequence_dim is not None and isinstance(x, DTensor):
-        raise _error("x", x, "with tokens that ranks share it must be this rank's tensor (.to_local())")
+    if isinstance(x, DTensor) and (sequence_dim is not None or parts is not None):
+        what = "parts" if sequence_dim is None else "tokens that ranks share"
+        raise _error("x", x, f"with {what} it must be this rank's tensor (.to_local())")
     wanted = (Replicate(), Shard(0)) if kind == "column" else (Shard(x.ndim - 1), Replicate())
     local = _local("x", x, mesh, wanted[0]), weight.to_local(), _local("bias", bias, mesh, wanted[1])
     y = sharded_linear(layer, *local, validate)
