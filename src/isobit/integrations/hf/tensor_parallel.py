@@ -118,14 +118,14 @@ def _dimensions_seen(model: Any, modules: dict[str, nn.Module]) -> dict[str, int
     finally:
         for hook in hooks:
             hook.remove()
-    found = {}
+    dims = {}
     for name in modules:
         shape = shapes.get(name, torch.Size())
         at = [dim for dim, size in enumerate(shape[:-1]) if size in heads]
         if len(at) != 1:
             raise refusal(model, f"tp: {name} does not get its heads in a dimension of their own: {[*shape]}")
-        found[name] = at[0]
-    return found
+        dims[name] = at[0]
+    return dims
 
 
 def cut(model: Any, mesh: Any, heads: dict[str, int]) -> None:
