@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import isobit
 from isobit.nn import DetLinear, swap_linear
-from isobit.parallel import DetColwise, DetRowwise, RanksError, column_linear, row_linear
+from isobit.parallel import DetColwise, DetRowwise, RanksError, column_linear, join_parts, row_linear
 
 BF16 = torch.bfloat16
 K, N = 64, 32
@@ -106,12 +106,16 @@ def modules(rank: int, mesh: DeviceMesh, tokens: bool) -> dict[str, bool]:
     y = whole(given)
     y.backward(dy)
     assert given.grad is not None
-    for first in ("swap", "shard"):
+    for first in ("swap", "shard") if tokens else ("swap", "shard", "torch's styles"):
         model, dim = Mlp(), 0 if tokens else None
         if first == "swap":
             swap_linear(model, numerics="tree8")
-        plan = {"up": DetColwise(sequence_dim=dim), "down": DetRowwise(sequence_dim=dim)}
+        plan: dict[str, Any] = {"up": DetColwise(sequence_dim=dim), "down": DetRowwise(sequence_dim=dim)}
+        if first == "torch's styles":
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, mesh, plan)
+        if first == "torch's styles":
+            swap_linear(model, numerics="tree8")
         assert isinstance(model.up, DetLinear) and isinstance(model.up.weight, DTensor)
 
         def own(t: Tensor) -> Tensor:
@@ -128,6 +132,45 @@ def modules(rank: int, mesh: DeviceMesh, tokens: bool) -> dict[str, bool]:
     return found
 
 
+class Gated(nn.Module):
+    """With gate and up in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(K, 2 * N), nn.Linear(N, K)
+        for i, parameter in enumerate(self.parameters()):
+            parameter.data = drawn(10 + i, *parameter.shape) / 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        out: Tensor = self.down(torch.relu(gate) * up)
+        return out
+
+
+def fused(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
+    """A layer in parts, by a style; on one rank its parts are declared as well."""
+    x, dy, parts, found = drawn(5, 8, K), drawn(6, 8, K), (N, N), []
+    alone = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
+    for where in (mesh, alone):
+        model = Gated()
+        parallelize_module(model, where, {"gate_up": DetColwise(parts=parts), "down": DetRowwise()})
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.backward(dy)
+        assert given.grad is not None
+        weight, bias, *down = gradients(model)
+        joined = [join_parts(t, parts, where.size()) for t in (weight, bias)]
+        found.append([y.detach(), given.grad, *joined, *down])
+    plain = Gated()
+    swap_linear(plain, numerics="tree8")
+    made = column_linear(x, plain.gate_up.weight, plain.gate_up.bias, group=None, parts=parts)
+    return {
+        "fused by a style": equal(*found),
+        "fused: y is that of no parts": torch.equal(found[0][0], plain(x)) and torch.equal(
+            made, plain.gate_up(x)),
+    }  # fmt: skip
+
+
 def dtensors(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
     """DTensors in and out."""
     x, weight, bias = drawn(1, 5, K), drawn(2, N, K), drawn(3, N)
@@ -140,10 +183,13 @@ def dtensors(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
         tensors = [spread(t, p) for t, p in zip((x, weight, bias), placements, strict=True)]
         return isobit.det_linear(*tensors, numerics="tree8")
 
+    cut = [spread(t, Shard(0)) for t in (weight, bias)]
+    said = isobit.det_linear(x, *cut, numerics="tree8", group=mesh)
     column = product(Replicate(), Shard(0), Shard(0))
     row = product(Shard(1), Shard(1), Replicate())
     whole = product(Replicate(), Replicate(), Replicate())
     return {
+        "DTensor weight and a group": torch.equal(said, y.chunk(mesh.size(), 1)[rank]),
         "DTensor column": column.placements == (Shard(1),) and torch.equal(column.full_tensor(), y),
         "DTensor row": row.placements == (Replicate(),) and torch.equal(row.to_local(), y),
         "DTensor whole": torch.equal(whole.to_local(), y),
@@ -189,6 +235,24 @@ def llama(**options: Any) -> Any:
     return LlamaForCausalLM(config).to(BF16).eval()
 
 
+def qwen3() -> Any:
+    """With norms of single heads."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=53, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(BF16).eval()
+
+
+def by_styles(mesh: DeviceMesh) -> Any:
+    """A Llama whose layers are cut before it is given to `zero_drift`."""
+    columns = ("q", "k", "v", "gate", "up")
+    plan: dict[str, Any] = {f"model.layers.*.*.{name}_proj": DetColwise() for name in columns}
+    plan |= {f"model.layers.*.*.{name}_proj": DetRowwise() for name in ("o", "down")}
+    return parallelize_module(llama(), mesh, plan)
+
+
 def run(model: Any) -> dict[str, Any]:
     """Logits, loss, gradients, and a step of decoding."""
     ids = torch.randint(0, 53, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -197,35 +261,61 @@ def run(model: Any) -> dict[str, Any]:
     with torch.no_grad():
         cache = model(ids[:, :4], use_cache=True).past_key_values
         step = model(ids[:, 4:], past_key_values=cache).logits
-    found = {"logits": out.logits, "loss": out.loss, "step": step, "keys": cache.layers[1].keys}
+    found = {"logits": out.logits, "loss": out.loss, "step": step, "keys": cache.layers[-1].keys}
     return {name: t.detach() for name, t in found.items()} | {"gradients": gradients(model)}
 
 
 def on_one(place: str) -> None:
     """What the others are compared with, by a model that knows of no ranks."""
-    model = llama()
-    isobit.nn.zero_drift(model, numerics=CLASSES)
-    torch.save(run(model), f"{place}/whole")
+    for made in (llama, qwen3):
+        model = made()
+        isobit.nn.zero_drift(model, numerics=CLASSES)
+        torch.save(run(model), f"{place}/{made.__name__}")
 
 
-def a_model(rank: int, mesh: DeviceMesh, place: str) -> dict[str, Any]:
-    """With heads, and their keys and values, cut."""
-    model, whole = llama(), torch.load(f"{place}/whole")
-    on = isobit.nn.zero_drift(model, numerics=CLASSES, tp=mesh)
-    ours = run(model)
-    found = {f"model: {name}": torch.equal(ours[name], whole[name]) for name in ("logits", "loss", "step")}
-    found["model: gradients"] = equal(ours["gradients"], whole["gradients"])
-    found["model: heads are cut"] = torch.equal(ours["keys"], whole["keys"].chunk(mesh.size(), 1)[rank])
-    found["model: a step is a row"] = torch.equal(ours["step"][:, 0], ours["logits"][:, 4])
-    on.disable()
-    pairs = zip(model.parameters(), llama().parameters(), strict=True)
-    found["model: whole again"] = all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
+def compared(what: str, model: Any, place: str, rank: int, ranks: int) -> dict[str, Any]:
+    """A model of ranks with one that knows of none."""
+    ours, whole = run(model), torch.load(f"{place}/{what.split()[0]}")
+    last = [torch.equal(ours["step"][:, 0], ours["logits"][:, 4])]
+    last += [torch.equal(ours[name], whole[name]) for name in ("logits", "loss", "step")]
+    return {
+        f"{what}: logits, loss, a step": all(last),
+        f"{what}: gradients": equal(ours["gradients"], whole["gradients"]),
+        f"{what}: heads are cut": torch.equal(ours["keys"], whole["keys"].chunk(ranks, 1)[rank]),
+    }
+
+
+def models(rank: int, mesh: DeviceMesh, place: str) -> dict[str, Any]:
+    """With heads, and their keys and values, cut: by `zero_drift`, or before it."""
+    found = dict[str, Any]()
+    for made in (llama, qwen3):
+        model = made()
+        on = isobit.nn.zero_drift(model, numerics=CLASSES, tp=mesh)
+        found |= compared(made.__name__, model, place, rank, mesh.size())
+        on.disable()
+        pairs = zip(model.parameters(), made().parameters(), strict=True)
+        whole = all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
+        found[f"{made.__name__}: whole again"] = whole
+    if mesh.size() > 2:
+        return found
+    model = by_styles(mesh)
+    with isobit.nn.zero_drift(model, numerics=CLASSES) as on:
+        found |= compared("llama by styles", model, place, rank, mesh.size())
+        on.check()
+    found["llama by styles: still cut"] = isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
     return found
 
 
 def refused_models(mesh: DeviceMesh) -> dict[str, str]:
     few, plain = llama(num_key_value_heads=1), llama()
+    cut, normed = by_styles(mesh), qwen3()
+    parallelize_module(normed.model.layers[0].mlp, mesh, {"up_proj": DetColwise()})
+    torchs = llama()
+    parallelize_module(torchs.model.layers[0].mlp, mesh, {"up_proj": ColwiseParallel()})
     return {
+        "cut already": told(lambda: isobit.nn.zero_drift(cut, numerics=CLASSES, tp=mesh)),
+        "norms of heads": told(lambda: isobit.nn.zero_drift(normed, numerics=CLASSES)),
+        "cut by torch's styles": told(lambda: isobit.nn.zero_drift(torchs, numerics=CLASSES)),
         "few heads": told(lambda: isobit.nn.zero_drift(few, numerics=CLASSES, tp=mesh)),
         "a model of chain16": told(lambda: isobit.nn.zero_drift(plain, tp=mesh)),
     }
@@ -251,7 +341,8 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
     uneven = distribute_tensor(drawn(2, N, 30), mesh, [Shard(1)])
     flat = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))
     two = distribute_tensor(weight, flat, [Shard(0), Shard(1)])
-    cut = distribute_tensor(weight, mesh, [Shard(1)])
+    rows, cut = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (0, 1))
+    cut_twice = parallelize_module(Gated(), mesh, {"gate_up": DetColwise()})
     odd = weight[: 5 * ranks].chunk(ranks)[rank]
     return {
         "another class": told(lambda: column_linear(
@@ -267,9 +358,16 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
         "odd": told(lambda: column_linear(needs_x, odd, group=group)),
         "parts": told(lambda: column_linear(x, columns, group=group, parts=(8, 8))),
         "two dimensions": told(lambda: isobit.det_linear(x, two, numerics="tree8")),
+        "parts of a style": told(
+            lambda: parallelize_module(Gated(), mesh, {"gate_up": DetColwise(parts=(N, 8))})),
+        "parts of a shard": told(
+            lambda: parallelize_module(cut_twice, mesh, {"gate_up": DetColwise(parts=(N, N))})),
         "a mesh": told(lambda: column_linear(x, columns, group=flat)),
-        "no class": told(lambda: isobit.det_linear(part[0], cut)),
-        "uneven": told(lambda: isobit.det_linear(drawn(1, 3, 7), uneven, numerics="tree8")),
+        "no class": told(lambda: isobit.det_linear(part[0], cut, group=mesh)),
+        "uneven": told(lambda: isobit.det_linear(drawn(1, 3, 7), uneven, numerics="tree8", group=mesh)),
+        "not said": told(lambda: isobit.det_linear(x, rows, numerics="tree8")),
+        "another mesh": told(lambda: isobit.det_linear(x, rows, numerics="tree8", group=flat["tp"])),
+        "a plain shard": told(lambda: isobit.det_linear(x, columns, numerics="tree8", group=mesh)),
         "no group": told(lambda: column_linear(x, columns, group=7)),
     }  # fmt: skip
 
@@ -301,9 +399,10 @@ def main(rank: int, ranks: int, place: str, dies: bool) -> None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         found |= functions(rank, ranks, 5) | functions(rank, ranks, 520)
         found |= modules(rank, mesh, False) | modules(rank, mesh, True) | dtensors(rank, mesh)
+        found |= fused(rank, mesh)
         if ranks == 4:
             found |= with_fsdp(rank)
-        found |= a_model(rank, mesh, place)
+        found |= models(rank, mesh, place)
         found["refusals"] = refusals(rank, mesh) | refused_models(mesh)
     Path(place, str(rank)).write_text(json.dumps(found))
     if not dies:

@@ -11,15 +11,16 @@ from torch import Tensor
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.numerics import chain
 from isobit.ops.det_gemm import model, model_tree, sharded
+from isobit.ops.rms_norm import sharded as rms_sharded
 from isobit.ranks import ordered
 
 CASE = "B=8 T=2 K=64 N=32 fp32 bias=own operand=fp16 out=fp32"
 
 
-def cell(backend: str = "model-tree8", law: str = "parallel", case: str = CASE) -> Cell:
-    request = Request(
-        ops=("det_linear",), backends=(backend,), laws=(law,), device=torch.device("cpu"), case=case
-    )
+def cell(
+    backend: str = "model-tree8", law: str = "parallel", case: str = CASE, op: str = "det_linear"
+) -> Cell:
+    request = Request(ops=(op,), backends=(backend,), laws=(law,), device=torch.device("cpu"), case=case)
     (found,) = run(request)
     return found
 
@@ -81,6 +82,27 @@ def test_bad_sums_over_ranks_fail(what: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, name, bad)
     found = cell()
     assert found.status == FAIL and where in found.reason
+
+
+NORM = {"op": "rms_norm", "backend": "model", "case": "B=1 T=5 H=8 D=24 bf16 random weight=fp32"}
+
+
+def _own_rows(group: Any, t: Tensor, dim: int) -> Tensor:
+    """No rows of other ranks."""
+    return t
+
+
+def _by_ranks(group: Any, t: Tensor, dim: int) -> Tensor:
+    """The rows of one rank after those of another, and not head by head."""
+    return torch.cat([*group.all_gather(t)], 0)
+
+
+@pytest.mark.parametrize("bad", [_own_rows, _by_ranks])
+def test_a_norm_with_other_rows_in_its_gradient_fails(bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cell(**NORM).status == OK
+    monkeypatch.setattr(rms_sharded, "gather_rows", bad)
+    found = cell(**NORM)
+    assert found.status == FAIL and "gradient:weight" in found.reason
 
 
 def test_a_bad_sum_over_ranks_breaks_no_other_law(monkeypatch: pytest.MonkeyPatch) -> None:

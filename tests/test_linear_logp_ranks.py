@@ -18,6 +18,7 @@ from isobit import ContractError
 from isobit.kernels.host import lse_model
 from isobit.kernels.host.vocab_shards import Shards
 from isobit.ranks import in_turn
+from vocab_parallel_rivals import loss_parallel, megatron
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics" / "lse_8x4.md"
 N, D, V, P = 12, 24, 1150, 1152
@@ -45,10 +46,26 @@ def results(rank: int, ranks: int, **options: Any) -> list[torch.Tensor]:
     return [logp.detach(), entropy.detach(), *grads]
 
 
+def of_loss(rank: int, ranks: int, **options: Any) -> list[torch.Tensor]:
+    """The same of a loss that uses log-probabilities and entropies."""
+    args = tensors()
+    rows = slice(rank * P // ranks, (rank + 1) * P // ranks) if ranks > 1 else slice(V)
+    args |= {name: args[name][rows] for name in ("weight", "bias")}
+    leaves = [args[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+
+    def loss_fn(logp: torch.Tensor, entropy: torch.Tensor, weights: torch.Tensor) -> Any:
+        return (weights * logp - 0.1 * entropy).sum(), {"logp": logp.sum()}
+
+    given: dict[str, Any] = {"loss_fn": loss_fn, "inputs": {"weights": torch.linspace(-1, 1, N)}}
+    loss, sums = isobit.linear_policy_loss(**args, **given, entropy=True, padded_vocab=P, **options)
+    return [loss.detach(), sums["logp"], *torch.autograd.grad(loss * 1.5, leaves)]
+
+
 def assert_same(found: list[list[torch.Tensor]], whole: list[torch.Tensor]) -> None:
     for i, expected in enumerate(whole):
         each = [rank[i] for rank in found] if i < 3 else [torch.cat([rank[i] for rank in found])]
-        assert all(torch.equal(ours.view(torch.uint8), expected.view(torch.uint8)) for ours in each)
+        bits = expected.reshape(-1).view(torch.uint8)
+        assert all(torch.equal(ours.reshape(-1).view(torch.uint8), bits) for ours in each)
 
 
 # The class
@@ -83,6 +100,21 @@ def test_bounds_of_splits_cover_the_tokens_once() -> None:
             assert moved == [(a, b) for a, b in whole.split_bounds() if a < b]
 
 
+def test_megatrons_formula_is_hardly_closer_to_the_truth() -> None:
+    """From the same fp32 logits, on 2 and 8 ranks. In fp32, errors are of the size of one rounding."""
+    args = tensors()
+    live = args["token_ids"] >= 0
+    ids = args["token_ids"][live]
+    ours = isobit.linear_logp(**args, vocab_size=V, padded_vocab=P)[live]
+    z = args["hidden"][live].double() @ args["weight"][:V].double().t() + args["bias"][:V]
+    exact = z.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    for ranks in (2, 8):
+        theirs = megatron([*z.float().tensor_split(ranks, 1)], ids)
+        rounding = torch.finfo(torch.float32).eps * exact.abs()
+        assert ((ours - exact).abs() <= 2 * (theirs - exact).abs().max() + rounding).all()
+        assert ((theirs - exact).abs() <= 8 * rounding).all()  # it is the same quantity
+
+
 # Ranks
 
 
@@ -100,6 +132,44 @@ print("equal")
 def test_portable_kernels_have_the_same_bits_on_ranks() -> None:
     """In the interpreter, whose products are numpy's: of equal tiles, in an equal order."""
     assert in_interpreter(IN_TURN).strip() == "equal"
+
+
+def truth() -> tuple[torch.Tensor, torch.Tensor]:
+    """logp of the live rows, and dhidden of a weighed sum of them, in fp64."""
+    args = tensors()
+    hidden = args["hidden"].double().requires_grad_()
+    logits = hidden @ args["weight"][:V].double().t()
+    live = args["token_ids"] >= 0
+    logp = logits.log_softmax(-1)[live].gather(1, args["token_ids"][live, None])[:, 0]
+    (dhidden,) = torch.autograd.grad((logp * WEIGHTS[live]).sum(), hidden)
+    return logp.detach(), dhidden
+
+
+WEIGHTS = torch.linspace(-1, 1, N)
+
+
+def _by_loss_parallel(rank: int, mesh: Any) -> list[torch.Tensor]:
+    """logp and dhidden of PyTorch's own way for logits in bf16, and ours, without the padding."""
+    args, half = tensors(), V // 2  # DTensor cuts an even vocabulary evenly
+    own = args["weight"][:V][rank * half : (rank + 1) * half].float()
+    live = args["token_ids"] >= 0
+    logits = (args["hidden"][live].float() @ own.t()).bfloat16().float()
+    theirs, dlogits = loss_parallel(logits, mesh, args["token_ids"][live], WEIGHTS[live])
+    part = torch.zeros(N, D)
+    part[live] = dlogits.bfloat16().float() @ own
+    part = part.bfloat16()  # as the layers of the ranks return it
+    dist.all_reduce(part)
+    ours = results_of(rank, mesh.size(), args)
+    return [theirs, part, *ours]
+
+
+def results_of(rank: int, ranks: int, args: dict[str, Any]) -> list[torch.Tensor]:
+    hidden = args["hidden"].clone().requires_grad_()
+    own = args["weight"].tensor_split(ranks)[rank]
+    options = {"vocab_size": V, "padded_vocab": P, "group": dist.group.WORLD}
+    logp = isobit.linear_logp(hidden, own, args["token_ids"], **options)
+    (dhidden,) = torch.autograd.grad((logp * WEIGHTS).sum(), hidden)
+    return [logp.detach()[args["token_ids"] >= 0], dhidden]
 
 
 def _process(rank: int, ranks: int, folder: str) -> None:
@@ -120,6 +190,8 @@ def _process(rank: int, ranks: int, folder: str) -> None:
     found.append(logp.detach())
     assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (Shard(0),)
     found.append(leaf.grad.to_local())
+    found += of_loss(rank, ranks, vocab_size=V, group=dist.group.WORLD)
+    found += _by_loss_parallel(rank, mesh)
     options = {"temperature": 1.0 + rank}
     with pytest.raises(ContractError, match="do not make the same call"):
         results(rank, ranks, group=dist.group.WORLD, **options)
@@ -137,6 +209,15 @@ def test_processes_have_the_bits_of_one(tmp_path: Path) -> None:
     logp = isobit.linear_logp(**args, vocab_size=V, padded_vocab=P)
     logp.sum().backward()
     assert weight.grad is not None
+    loss = of_loss(0, 1)
+    loss[3:] = [torch.cat([t, t.new_zeros(P - V, *t.shape[1:])]) for t in loss[3:]]
+    assert_same([each[7:12] for each in found], loss)
+    for each in found:  # PyTorch's loss_parallel is no closer to the truth
+        theirs, their_dhidden, ours, dhidden = each[12:]
+        exact, exact_dhidden = truth()
+        assert (ours - exact).abs().max() <= (theirs - exact).abs().max()
+        assert (dhidden - exact_dhidden).norm() <= (their_dhidden - exact_dhidden).norm()
+        assert (theirs - exact).abs().max() < 0.05  # it is the same quantity
     for each in found:
         assert torch.equal(each[5], logp)
     assert torch.equal(torch.cat([each[6] for each in found]), weight.grad)

@@ -36,7 +36,7 @@ def test_processes_have_the_bits_of_one(processes: Any, ranks: int) -> None:
     found = processes[str(ranks)]
     assert len(found) == ranks
     for rank in found:
-        assert len(rank) == (21 if ranks == 4 else 19)
+        assert len(rank) == (26 if ranks == 4 else 28)
         assert [name for name, same in rank.items() if same is not True] == ["refusals"]
 
 
@@ -49,12 +49,20 @@ REFUSALS = {
     "chain16 and a gradient": "the gradient of x is a sum over N, and N is shared by the ranks",
     "odd": "must be a multiple of 8",
     "parts": "column_linear(parts: (8, 8)): must add up to N of the whole weight, 32",
+    "parts of a style": "DetColwise(parts: (32, 8)): must add up to out_features=64, and each must be a",
+    "parts of a shard": "DetColwise(parts: (32, 32)): the weight is cut already, and not in these parts",
     "two dimensions": "its mesh has 2 dimensions, ('dp', 'tp')",
     "a mesh": 'must have one dimension; select it by name: mesh["tp"]',
     "no class": 'ask for numerics="tree8"',
     "uneven": "det_linear(weight: DTensor [32, 30] bf16): S(1) cuts 30 over 4 ranks unevenly",
+    "not said": "If they share this layer, say so: group=weight.device_mesh. If FSDP2 has cut it, the module",
+    "another mesh": "is on another mesh than the ranks of group",
+    "a plain shard": "isobit.parallel.column_linear and row_linear take the shard of a rank",
     "no group": "must be a ProcessGroup of torch.distributed",
     "few heads": "num_key_value_heads=1 cannot be divided among 4 ranks",
+    "cut already": "ranks share its layers already; call zero_drift without tp",
+    "norms of heads": "whose gradient is a sum over ranks: give zero_drift the whole model, with tp=mesh",
+    "cut by torch's styles": "or with DetColwise and DetRowwise of isobit.parallel",
     "a model of chain16": "must be of class tree8",
 }
 

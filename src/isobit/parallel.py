@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError
 from isobit.numerics import Numerics
-from isobit.ops.det_gemm.sharded import layer_of, sharded_linear
+from isobit.ops.det_gemm.sharded import in_parts, layer_of, sharded_linear
 from isobit.ops.det_gemm.sharded import shard_parts as _shard_parts
 from isobit.ranks import Group, RanksError, as_group, in_turn
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from isobit.layers.styles import DetColwise, DetRowwise
 
 __all__ = [
-    "DetColwise", "DetRowwise", "Group", "RanksError", "column_linear", "in_turn", "row_linear",
+    "DetColwise", "DetRowwise", "Group", "RanksError", "column_linear", "in_turn", "join_parts", "row_linear",
     "shard_parts",
 ]  # fmt: skip
 
@@ -158,6 +158,34 @@ def shard_parts(weight: Tensor, parts: Sequence[int], group: Any) -> Tensor:
         )
     made: Tensor = _shard_parts(weight, parts, ranks)
     return made
+
+
+def join_parts(weight: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
+    """A fused weight or bias whose rows are those of rank 0, then those of rank 1, in the order of its parts
+    again. `DetColwise(parts=...)` keeps them in the order of ranks.
+
+    Args:
+        weight: [N, K] or [N]: what all ranks have, such as the `full_tensor()` of a DTensor.
+        parts: how many of its rows each part has.
+        ranks: how many ranks it is of.
+
+    Example:
+        >>> import torch, isobit
+        >>> gate_up = torch.arange(8)  # four rows of gate, four of up
+        >>> of_ranks = isobit.parallel.in_turn(
+        ...     2, lambda group: isobit.parallel.shard_parts(gate_up, (4, 4), group)
+        ... )
+        >>> torch.cat(of_ranks)
+        tensor([0, 1, 4, 5, 2, 3, 6, 7])
+        >>> isobit.parallel.join_parts(torch.cat(of_ranks), (4, 4), ranks=2)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    if sum(parts) != len(weight) or ranks < 1 or any(part % ranks for part in parts):
+        raise ContractError(
+            f"join_parts(parts: {tuple(parts)}): must add up to the {len(weight)} rows, and each must be a "
+            f"multiple of the {ranks} ranks"
+        )
+    return in_parts(weight, parts, ranks)
 
 
 def __getattr__(name: str) -> Any:

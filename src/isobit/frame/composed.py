@@ -108,11 +108,14 @@ def outside_graphs(function: F, why: str) -> F:
     return made
 
 
-def composed(name: str, *, why: str = Composed.why) -> Callable[[Callable[..., Any]], Composed]:
+def composed(
+    name: str, *, why: str = Composed.why, aside: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Composed]:
     """Declare a function over ops: what its public function does not say, as for `public_op`; and why a graph
     cannot contain it."""
 
     def declare(fn: Callable[..., Any]) -> Composed:
-        return Composed(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0], declared=fn, why=why)
+        package = fn.__module__.rpartition(".")[0]
+        return Composed(Contract(name, fn, CONTROLS), package, declared=fn, why=why, aside=aside)
 
     return declare

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,10 @@ class DetLinear(nn.Linear):
     operand_dtype: torch.dtype | None = None  # of layers that were pickled before there was this option
     #: The dimension of tokens that ranks share before or after this layer; `isobit.parallel` sets it.
     sequence_dim: int | None = None
+    #: Whether the ranks of the mesh that its weight is on share this layer; `isobit.parallel` sets it too.
+    of_ranks = False
+    #: The columns of each part of a fused layer that ranks share: its rows are then in the order of ranks.
+    parts: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -107,10 +111,11 @@ class DetLinear(nn.Linear):
                     f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
                     ".to(torch.bfloat16) on the module, or run it under torch.autocast"
                 )
-        if self.sequence_dim is not None:
+        if self.of_ranks:
             return linear_of_dtensors(
-                input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
-                validate=None, numerics=self.numerics, backend=self.backend, sequence_dim=self.sequence_dim,
+                input, weight, self.bias, group=cast(Any, weight).device_mesh, operand_dtype=operand_dtype,
+                out_dtype=self.out_dtype, validate=None, numerics=self.numerics, backend=self.backend,
+                sequence_dim=self.sequence_dim, parts=self.parts,
             )  # fmt: skip
         return det_linear(
             input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
@@ -149,7 +154,7 @@ class Swap:
                 )
         for layer in self._layers:
             set_class(layer, nn.Linear)
-            for option in (*_OPTIONS, "sequence_dim"):
+            for option in (*_OPTIONS, "sequence_dim", "of_ranks", "parts"):
                 vars(layer).pop(option, None)
         self._layers.clear()
 

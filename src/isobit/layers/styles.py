@@ -1,6 +1,7 @@
 """Parallel styles for `torch.distributed.tensor.parallel.parallelize_module`: linear layers that the ranks of
 a mesh share, with the bits of one rank."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -11,6 +12,7 @@ from isobit.frame.contract import ContractError
 from isobit.layers.classes import check_class, check_k
 from isobit.layers.linear import DetLinear, swap_linear
 from isobit.numerics import CHAIN16, LEAVES, TREE8, Numerics
+from isobit.ops.det_gemm.sharded import in_ranks
 from isobit.ranks import as_group
 
 
@@ -18,6 +20,7 @@ class _Style(ParallelStyle):
     """What both styles do: the layer becomes a `DetLinear`, if it is none, and its parameters DTensors."""
 
     kind: Literal["column", "row"]
+    parts: tuple[int, ...] | None = None
 
     def __init__(self, *, sequence_dim: int | None = None, numerics: str | Numerics | None = None) -> None:
         super().__init__()
@@ -37,17 +40,31 @@ class _Style(ParallelStyle):
                 f"{what}: {name}={cut} must be a multiple of {LEAVES}, to be cut over {group.size} ranks as "
                 "over any other number of them"
             )
-        if self.sequence_dim is not None:
-            layer.sequence_dim = self.sequence_dim
+        self._check_parts(layer, N)
+        layer.of_ranks, layer.sequence_dim, layer.parts = True, self.sequence_dim, self.parts
         placed: dict[str, Any] = {"weight": Shard(0) if self.kind == "column" else Shard(1)}
         placed["bias"] = Shard(0) if self.kind == "column" else Replicate()
         for each, placement in placed.items():
             parameter = getattr(layer, each)
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            made = distribute_tensor(parameter.data, device_mesh, [placement])
+            whole = parameter.data
+            if self.parts is not None:
+                whole = in_ranks(whole, self.parts, group.size)
+            made = distribute_tensor(whole, device_mesh, [placement])
             setattr(layer, each, nn.Parameter(made, requires_grad=parameter.requires_grad))
         return layer
+
+    def _check_parts(self, layer: DetLinear, N: int) -> None:
+        if self.parts is None:
+            return
+        what = f"{type(self).__name__}(parts: {self.parts})"
+        if sum(self.parts) != N or any(part % LEAVES for part in self.parts):
+            raise ContractError(
+                f"{what}: must add up to out_features={N}, and each must be a multiple of {LEAVES}"
+            )
+        if isinstance(layer.weight, DTensor):
+            raise ContractError(f"{what}: the weight is cut already, and not in these parts")
 
     def _as_det_linear(self, module: nn.Linear) -> DetLinear:
         """A layer that was swapped keeps its class if the style names none, and must be of tree8."""
@@ -73,6 +90,10 @@ class DetColwise(_Style):
     input is a sum over ranks in the order of class tree8: 1, 2, 4 and 8 ranks have the same bits.
 
     Args:
+        parts: for a layer in which several are fused, such as q, k and v: how many columns of the output each
+            has. A rank gets its share of each, one after the other. So the rows of the weight, a DTensor, are
+            in the order of ranks: `isobit.parallel.join_parts` gives those of its `full_tensor()` in the
+            order of parts. The gradient of the input depends on the parts: one rank must declare them too.
         sequence_dim: the dimension of the input along which ranks share the tokens: it is gathered first,
             and its gradient is cut again. None: every rank has all tokens.
         numerics: the class of the layer, "tree8", or "chain16" for a model without gradients; None is the
@@ -80,6 +101,13 @@ class DetColwise(_Style):
     """
 
     kind = "column"
+
+    def __init__(
+        self, *, parts: Sequence[int] | None = None, sequence_dim: int | None = None,
+        numerics: str | Numerics | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(sequence_dim=sequence_dim, numerics=numerics)
+        self.parts = None if parts is None else tuple(parts)
 
 
 class DetRowwise(_Style):

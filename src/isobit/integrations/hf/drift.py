@@ -27,7 +27,7 @@ from isobit.integrations.hf.experts import DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import refusal
 from isobit.integrations.hf.swaps import check_numerics, is_on, or_as_before, own_layers, turn_off, turn_on
-from isobit.integrations.hf.tensor_parallel import check_tp, cut
+from isobit.integrations.hf.tensor_parallel import check_cut, check_tp, cut, dimensions_of_heads
 from isobit.integrations.hf.warmup import of_calls, of_model
 from isobit.integrations.patch import Handle, Patch, Switch
 from isobit.layers.classes import Classes
@@ -248,7 +248,8 @@ def zero_drift(
         tp: a DeviceMesh of one dimension whose ranks share the linear layers, 1, 2, 4 or 8 of them: all call
             this with the same model, whole, and keep their parts of it. All layers that are cut must be of
             class tree8; logits, and gradients of what every rank has, then have the bits of one rank. See
-            isobit.parallel. With `disable()`, which all ranks must call, the model is whole again.
+            isobit.parallel. With `disable()`, which all ranks must call, the model is whole again. A model
+            whose layers `DetColwise` and `DetRowwise` have cut is given without it, and stays cut.
         batch, lengths, train: what to compile in parallel beforehand, as for `isobit.warmup`, together with
             what the test of the model needs. Without lengths kernels are compiled when they are first used.
 
@@ -319,6 +320,7 @@ class Warmup(NamedTuple):
 
 def _apply(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> _Patch:
     _check_refusals(model)
+    check_cut(model)
     check_numerics(model, numerics)
     register_attention()
     adopted = is_on(model)
@@ -331,8 +333,9 @@ def _apply(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> _Patch:
             raise refusal(model, "no module in it uses transformers' AttentionInterface")
         warmup.of_all(partial(trial.of_model, model, _vocab(model), ()))
         tried = _tried(model)
+        heads = {} if tp is None else dimensions_of_heads(model)
     if tp is not None:
-        cut(model, tp)
+        cut(model, tp, heads)
     guard.put_on(model)
     report = _report(model, tried)
     return _Patch(

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from isobit.integrations.hf.delta_nets import DetRMSNormGated, swapped_class
+from isobit.integrations.hf.errors import HFError
 from isobit.ops.rms_norm import rms_norm
+from isobit.ops.rms_norm.sharded import rms_norm_of_heads
+from isobit.ranks import Group, as_group
 
 #: (cast, offset) of `isobit.rms_norm`.
 VARIANTS = (("before", 0.0), ("after", 0.0), ("after", 1.0), ("before", 1.0))
@@ -35,14 +38,29 @@ class DetRMSNorm(nn.Module):
 
     weight: Tensor
     options: Options
+    #: The dimension of x with heads, if the ranks of the mesh that the weight is on share these.
+    heads_at: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         eps, cast, offset = self.options
+        if self.heads_at is not None:
+            weight, group = whole_of(self.weight)
+            at = self.heads_at
+            return rms_norm_of_heads(x, weight, group, at, eps=eps, cast=cast, offset=offset)
         return rms_norm(x, self.weight, eps=eps, cast=cast, offset=offset)
 
     def extra_repr(self) -> str:
         eps, cast, offset = self.options
         return f"{tuple(self.weight.shape)}, eps={eps}, cast={cast!r}, offset={offset}"
+
+
+def whole_of(weight: Any) -> tuple[Tensor, Group]:
+    """A weight that every rank of a mesh has, as a plain tensor, and these ranks."""
+    from torch.distributed.tensor import Replicate
+
+    if tuple(weight.placements) != (Replicate(),):
+        raise HFError(f"a norm of single heads: its weight is placed {weight.placements}, not whole")
+    return weight.to_local(grad_placements=[Replicate()]), as_group("zero_drift", weight.device_mesh)
 
 
 def _eps_of(module: nn.Module) -> Any:

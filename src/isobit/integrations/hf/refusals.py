@@ -55,9 +55,12 @@ def of_model(model: Any) -> str | None:
         return f"attention_dropout={config.attention_dropout} in its config; set it to 0"
     if (mixture := experts.why_not(model)) is not None:
         return mixture
-    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
+    sharded = next((name for name, p in model.named_parameters() if is_cut_otherwise(model, name, p)), None)
     if sharded is not None:
-        return f"{sharded} is sharded (a DTensor); call zero_drift before fully_shard"
+        return (
+            f"{sharded} is sharded (a DTensor); call zero_drift before fully_shard, and cut layers over "
+            "ranks with tp=mesh, or with DetColwise and DetRowwise of isobit.parallel"
+        )
     compiled = next((name for name, m in model.named_modules() if is_compiled(m)), None)
     if compiled is not None:
         return f"{compiled or 'it'} is compiled: {_EAGER}"
@@ -67,6 +70,15 @@ def of_model(model: Any) -> str | None:
     if not hasattr(model, COMPILES):
         return f"it has no {COMPILES}: this version of transformers is not supported"
     return None
+
+
+def is_cut_otherwise(model: nn.Module, name: str, parameter: Any) -> bool:
+    """Whether a parameter is a DTensor for another reason than that ranks share its layer."""
+    if not hasattr(parameter, "full_tensor"):
+        return False
+    module = model.get_submodule(name.rpartition(".")[0])
+    shared = getattr(module, "of_ranks", False) or getattr(module, "heads_at", None) is not None
+    return not shared or parameter.device_mesh.ndim != 1
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -172,6 +172,7 @@ def _restore(modules: Collection[nn.Module]) -> None:
         if isinstance(module, DetRMSNorm):
             module.__class__ = getattr(module, CLASS)
             del module.options
+            vars(module).pop("heads_at", None)
         elif isinstance(module, SWAPPED):
             module.__class__ = getattr(module, CLASS)
             vars(module).pop("routing", None)

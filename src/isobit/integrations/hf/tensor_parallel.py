@@ -2,13 +2,16 @@
 
 Which layers are cut, and along which dimension, is what transformers itself declares for a model
 (`base_model_tp_plan`): q, k, v, gate and up by columns, o and down by rows. So every rank has some heads, and
-attention needs no sum over ranks. Embedding, norms and LM head stay whole on every rank.
+attention needs no sum over ranks. Embedding, norms and LM head stay whole on every rank. Norms of single
+heads (Qwen 3) get this rank's heads; the gradient of their weight is that of all heads, on every rank.
 """
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import refusal
 from isobit.layers.classes import Classes, class_given, layers_of_adapters
 from isobit.numerics import LEAVES, TREE8
@@ -18,6 +21,9 @@ from isobit.ranks import as_group
 CUT = "cut_by_zero_drift"
 
 _KINDS = ("colwise", "rowwise")
+
+#: The word of a plan for a norm of single heads.
+_OF_HEADS = "replicated_with_grad_allreduce"
 
 
 def layers_to_cut(model: Any) -> dict[str, str]:
@@ -35,10 +41,14 @@ def check_tp(model: Any, mesh: Any, numerics: Classes) -> None:
     """An error, the same on every rank, if the ranks of this mesh cannot share this model."""
     ranks = as_group("zero_drift", mesh).size
     layers, config = layers_to_cut(model), model.config
+    if any(getattr(module, "of_ranks", False) for module in model.modules()):
+        raise refusal(model, "tp: ranks share its layers already; call zero_drift without tp")
     if not layers:
         raise refusal(model, "tp: its config has no plan (base_model_tp_plan) of how to cut its layers")
     for name, how in layers.items():
         layer = model.get_submodule(name)
+        if how == _OF_HEADS:
+            continue
         if how not in _KINDS or not isinstance(layer, nn.Linear):
             raise refusal(
                 model, f"tp: {name} is {how!r} in its plan; only linear layers can be cut, by columns or rows"
@@ -63,14 +73,79 @@ def check_tp(model: Any, mesh: Any, numerics: Classes) -> None:
             )  # fmt: skip
 
 
-def cut(model: Any, mesh: Any) -> None:
-    """Every rank keeps its part of each layer."""
+def _norms_of_heads(model: Any) -> dict[str, Any]:
+    """The norms of single heads in the plan of a model."""
+    names = [name for name, how in layers_to_cut(model).items() if how == _OF_HEADS]
+    return {name: model.get_submodule(name) for name in names}
+
+
+def check_cut(model: Any) -> None:
+    """An error if layers of a model were cut before, and it has norms that were not."""
+    if not any(getattr(module, "of_ranks", False) for module in model.modules()):
+        return
+    for name, module in _norms_of_heads(model).items():
+        if getattr(module, "heads_at", None) is None:
+            raise refusal(
+                model, f"ranks share its layers, and {name} is a norm of single heads, whose gradient is a "
+                "sum over ranks: give zero_drift the whole model, with tp=mesh"
+            )  # fmt: skip
+
+
+def dimensions_of_heads(model: Any) -> dict[str, int]:
+    """The norms of single heads in the plan of a model, with the dimension of their input that has the heads;
+    an error if one cannot be served. The model is still whole, and its norms are swapped."""
+    modules = _norms_of_heads(model)
+    for name, module in modules.items():
+        if not isinstance(module, DetRMSNorm):
+            raise refusal(model, f"tp: {name} is shared by ranks, and not a norm that isobit computes")
+    return _dimensions_seen(model, modules) if modules else {}
+
+
+@torch.no_grad()
+def _dimensions_seen(model: Any, modules: dict[str, nn.Module]) -> dict[str, int]:
+    """Seen in a forward whose batch and length are no number of heads. Models have heads before or after
+    tokens."""
+    config = model.config
+    heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)}
+    batch, length = [size for size in range(1, 5) if size not in heads][:2]
+    shapes: dict[str, torch.Size] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, given, name=name: shapes.update({name: given[0].shape}))
+        for name, module in modules.items()
+    ]
+    try:
+        model(torch.zeros(batch, length, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    dims = {}
+    for name in modules:
+        shape = shapes.get(name, torch.Size())
+        at = [dim for dim, size in enumerate(shape[:-1]) if size in heads]
+        if len(at) != 1:
+            raise refusal(model, f"tp: {name} does not get its heads in a dimension of their own: {[*shape]}")
+        dims[name] = at[0]
+    return dims
+
+
+def cut(model: Any, mesh: Any, heads: dict[str, int]) -> None:
+    """Every rank keeps its part of each layer. `heads`: the norms of single heads, as
+    `dimensions_of_heads` returns them."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
     from isobit.layers.styles import DetColwise, DetRowwise
 
     layers = layers_to_cut(model)
     for name, how in layers.items():
-        style = DetColwise() if how == "colwise" else DetRowwise()
-        style._apply(model.get_submodule(name), mesh)
+        module = model.get_submodule(name)
+        if name in heads:
+            weight = module.weight
+            whole = distribute_tensor(weight.data, mesh, [Replicate()])
+            module.weight = nn.Parameter(whole, requires_grad=weight.requires_grad)
+            module.heads_at = heads[name]
+        else:
+            style = DetColwise() if how == "colwise" else DetRowwise()
+            style._apply(module, mesh)
     setattr(model, CUT, [*layers])
 
 
@@ -83,4 +158,6 @@ def join(model: Any) -> None:
                 raise refusal(model, f"{name} was sharded afterwards; the model cannot be restored")
             whole = parameter.data.full_tensor()
             setattr(layer, key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        for key in ("of_ranks", "heads_at"):
+            vars(layer).pop(key, None)
     vars(model).pop(CUT, None)

@@ -5,8 +5,12 @@
     weight Replicate()  every rank computes all of it
 
 x may be a DTensor, and then y is one; or the tensor that this rank has, and then y is too.
+
+FSDP2 cuts parameters in the same way, to gather them around a forward. So a call must say that ranks share
+the layer: by the group, or by an x that is a DTensor on the mesh of the weight.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Literal
 
@@ -15,6 +19,7 @@ from torch import Tensor
 from isobit.frame.contract import ContractError, describe, is_dtensor
 from isobit.frame.op import OPS
 from isobit.ops.det_gemm.sharded import layer_of, sharded_linear
+from isobit.ranks import as_group
 
 
 def _kinds() -> tuple[Any, Any, Any]:
@@ -24,10 +29,16 @@ def _kinds() -> tuple[Any, Any, Any]:
 
 
 def linear_of_dtensors(
-    x: Tensor, weight: Any, bias: Any, *, validate: bool | None, sequence_dim: int | None = None,
-    **options: Any,
+    x: Tensor, weight: Any, bias: Any, *, group: Any, validate: bool | None, sequence_dim: int | None = None,
+    parts: Sequence[int] | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`det_linear` of a weight that is a DTensor. `options` are those of `det_linear`."""
+    """`det_linear` of a weight that is a DTensor. `options` are those of `det_linear`. With `parts` its rows
+    are in the order of ranks (`in_ranks`)."""
+    if not is_dtensor(weight):
+        raise ContractError(
+            f"det_linear(group: {type(group).__name__}, weight: {describe(weight)}): weight must be a "
+            "DTensor here; isobit.parallel.column_linear and row_linear take the shard of a rank"
+        )
     DTensor, Replicate, Shard = _kinds()
     mesh, cut = weight.device_mesh, weight.shape
     if mesh.ndim != 1:
@@ -40,14 +51,16 @@ def linear_of_dtensors(
         return _on_every_rank(x, weight, bias, validate, sequence_dim, options)
     if type(placement) is not Shard or placement.dim not in (0, 1):
         raise _error("weight", weight, f"is placed {placement}; must be Shard(0), Shard(1) or Replicate()")
+    _check_shared(x, weight, group)
     kind: Literal["column", "row"] = "column" if placement.dim == 0 else "row"
-    layer = layer_of(kind, mesh, sequence_dim=sequence_dim, **options)
+    layer = layer_of(kind, mesh, parts=parts, sequence_dim=sequence_dim, **options)
     if cut[placement.dim] % layer.group.size:
         raise _error(
             "weight", weight, f"{placement} cuts {cut[placement.dim]} over {layer.group.size} ranks unevenly"
         )  # fmt: skip
-    if sequence_dim is not None and isinstance(x, DTensor):
-        raise _error("x", x, "with tokens that ranks share it must be this rank's tensor (.to_local())")
+    if isinstance(x, DTensor) and (sequence_dim is not None or parts is not None):
+        what = "parts" if sequence_dim is None else "tokens that ranks share"
+        raise _error("x", x, f"with {what} it must be this rank's tensor (.to_local())")
     wanted = (Replicate(), Shard(0)) if kind == "column" else (Shard(x.ndim - 1), Replicate())
     local = _local("x", x, mesh, wanted[0]), weight.to_local(), _local("bias", bias, mesh, wanted[1])
     y = sharded_linear(layer, *local, validate)
@@ -56,6 +69,20 @@ def linear_of_dtensors(
     placed = Shard(y.ndim - 1) if kind == "column" else Replicate()
     made: Tensor = DTensor.from_local(y, mesh, [placed], run_check=False)
     return made
+
+
+def _check_shared(x: Any, weight: Any, group: Any) -> None:
+    """An error unless the call says that the ranks of the weight's mesh share the layer."""
+    mesh = weight.device_mesh
+    if group is not None:
+        if group is not mesh and as_group("det_linear", group) != as_group("det_linear", mesh):
+            raise _error("weight", weight, "is on another mesh than the ranks of group")
+    elif not (is_dtensor(x) and x.device_mesh == mesh):
+        raise _error(
+            "weight", weight, f"is cut over {mesh.size()} ranks, {weight.placements[0]}. If they share this "
+            "layer, say so: group=weight.device_mesh. If FSDP2 has cut it, the module that owns it has all "
+            "of it inside its forward: call this there, or through isobit.nn.in_forward"
+        )  # fmt: skip
 
 
 def _on_every_rank(

@@ -104,7 +104,9 @@ def gemm_bwd(
     """(da, db): dc b^T and a^T dc, each from the other operand."""
 
 
-@public_op("det_linear", flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"]))
+@public_op(
+    "det_linear", aside=("group",), flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"])
+)
 def linear() -> Float[Tensor, "* N in out_dtype or operand_dtype or x"]:
     """x weight^T + bias."""
 
@@ -117,6 +119,7 @@ def det_linear(
     *,
     operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    group: Any = None,
     validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
@@ -125,13 +128,17 @@ def det_linear(
 
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
-        weight: [N, K], of the same dtype, any strides. It may be a DTensor that is cut over the ranks of a
-            mesh, `Shard(0)` or `Shard(1)`: see isobit.parallel.
+        weight: [N, K], of the same dtype, any strides.
         bias: [N], of the same dtype or fp32. It is added to the fp32 sum before the one rounding.
         operand_dtype: bf16 or fp16. x, weight and bias may then be fp32 and are rounded to it first. Their
             gradients are rounded to it too, and then converted to the dtypes of x, weight and bias. Autocast
             does the same around `F.linear`; here it is part of the op, where a compiler cannot remove it.
         out_dtype: bf16, fp16 or fp32; None is operand_dtype, or else the dtype of x.
+        group: for a weight that is a DTensor, `Shard(0)` or `Shard(1)`: its mesh, or the process group of
+            that. It says that these ranks share the layer (see isobit.parallel). FSDP2 cuts parameters in
+            the same way and means something else, so without it such a weight is refused, unless x is a
+            DTensor on the same mesh. Shards that are plain tensors are for `isobit.parallel.column_linear`
+            and `row_linear`.
         validate: as in every op; this op has no values to check.
         numerics: the numerics class that the result must have, "chain16" or "tree8"; None takes that of the
             backend that serves, which `isobit.explain` reports and is never tree8. It is an error if no
@@ -159,10 +166,10 @@ def det_linear(
         >>> weight.grad[0]
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
-    if type(weight) is not Tensor and is_dtensor(weight):
+    if group is not None or (type(weight) is not Tensor and is_dtensor(weight)):
         by_ranks: Callable[..., Tensor] = resolve(f"{__package__}.dtensors:linear_of_dtensors")
         return by_ranks(
-            x, weight, bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
+            x, weight, bias, group=group, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
             numerics=numerics, backend=backend,
         )  # fmt: skip
     return linear(

@@ -73,6 +73,19 @@ def shard_parts(t: Tensor | None, parts: Sequence[int], group: Group) -> Any:
     return cuts[0] if len(cuts) == 1 else torch.cat(cuts)
 
 
+def in_ranks(t: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
+    """The rows of a fused weight, or bias, in the order of ranks: those of rank 0, its share of every part,
+    then those of rank 1."""
+    shares = [part.tensor_split(ranks) for part in t.split(list(parts))]
+    return torch.cat([share[rank] for rank in range(ranks) for share in shares])
+
+
+def in_parts(t: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
+    """The rows of all ranks, one after the other, in the order of parts again."""
+    own = [rank.split([part // ranks for part in parts]) for rank in t.tensor_split(ranks)]
+    return torch.cat([rank[i] for i in range(len(parts)) for rank in own])
+
+
 def _call(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """The call in words: what must be the same on all ranks."""
     tensors = [f"{n}: {describe(t)}" for n, t in (("x", x), ("weight", weight), ("bias", bias))]

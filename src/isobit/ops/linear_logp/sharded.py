@@ -9,6 +9,7 @@
 So the bits do not depend on the number of ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +49,13 @@ class Call:
         }
 
 
-def _said(args: dict[str, Any]) -> str:
+def _said(what: str, args: dict[str, Any]) -> str:
     """What must be the same on all ranks."""
     names = ("hidden", "token_ids", "vocab_size", "padded_vocab", *_OPTIONS, "return_entropy", "return_lse")
     shown = {name: _short(args[name]) for name in (*names, "numerics", "backend")}
     shown |= {f"with {name}": str(args[name] is not None) for name in ("bias", "mask")}
     needs = getattr(args["hidden"], "requires_grad", False) and torch.is_grad_enabled()
-    return "linear_logp: " + ", ".join(f"{k}={v}" for k, v in shown.items()) + f", gradient={needs}"
+    return f"{what}: " + ", ".join(f"{k}={v}" for k, v in shown.items()) + f", gradient={needs}"
 
 
 def _short(value: Any) -> str:
@@ -111,17 +112,41 @@ class _Sharded(torch.autograd.Function):
         return (None, *(grad if want else None for grad, want in results))
 
 
-def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
-    """`linear_logp` of a rank: `given` are its arguments."""
-    given = given | _local(given, group)
-    own = as_group("linear_logp", given.pop("group"))
+def call_of(
+    given: dict[str, Any], group: Any, what: str = "linear_logp", said: str = "",
+    also: Callable[[dict[str, Any]], None] = lambda given: None,
+) -> Call:  # fmt: skip
+    """The call of a rank, which all ranks agree to make: `given` are arguments of `linear_logp`. A function
+    `what` that is made of it describes in `said` what else must be the same, and checks more of its own
+    arguments by `also`, which gets those of this rank's part of the vocabulary."""
+    given = given | _local(what, given, group)
+    own = as_group(what, given.pop("group"))
     hidden, validate = given["hidden"], given.pop("validate")
     given |= _vocabulary(given, own.size)
     checked: list[Call] = []
+
+    def check() -> None:
+        also(given)
+        checked.append(_check(what, own, given, validate))
+
     device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
-    agree(own, _said(given), lambda: checked.append(_check(own, given, validate)), device, validate)
-    call = checked[0] if checked else _check(own, given, validate)
-    logp, entropy, lse = _Sharded.apply(call, call.args["hidden"], call.args["weight"], call.args["bias"])
+    agree(own, _said(what, given) + said, check, device, validate)
+    if not checked:
+        check()
+    return checked[0]
+
+
+def rows_of(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """(logp, entropy, lse) of rows; (0,) for what is not wanted."""
+    args = call.args
+    logp, entropy, lse = _Sharded.apply(call, args["hidden"], args["weight"], args["bias"])
+    return logp, entropy, lse
+
+
+def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
+    """`linear_logp` of a rank: `given` are its arguments."""
+    call = call_of(given, group)
+    logp, entropy, lse = rows_of(call)
     wanted = [x for x, name in ((entropy, "entropy"), (lse, "lse")) if call.args[f"return_{name}"]]
     return (logp, *wanted) if wanted else logp
 
@@ -129,7 +154,12 @@ def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Te
 linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside this call")
 
 
-def _check(group: Group, given: dict[str, Any], validate: bool | None) -> Call:
+def reads_values(validate: bool | None, device: torch.device) -> bool:
+    """Whether a call checks the contents of tensors."""
+    return validate is True or (validate is None and (device.type == "cpu" or validates(None)))
+
+
+def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None) -> Call:
     """The call, if it satisfies the contract on this rank. Exchanges nothing."""
     args = dict(given)
     controls = {name: args.pop(name) for name in ("numerics", "backend")}
@@ -138,11 +168,11 @@ def _check(group: Group, given: dict[str, Any], validate: bool | None) -> Call:
     more = {"return_entropy": args["return_entropy"], **call.heads, **call.here, **controls}
     served = shard_op.states.explain(**rows, **more)
     if served.backend is None:
-        raise ContractError(f"linear_logp: no backend can serve this call with a group: {served}")
+        raise ContractError(f"{what}: no backend can serve this call with a group: {served}")
     each = args["temperature"]
     if isinstance(each, Tensor) and each.requires_grad:
         raise forward.contract.error("temperature", each, "no gradient goes to it; detach() it")
-    if validate or (validate is None and (args["hidden"].device.type == "cpu" or validates(None))):
+    if reads_values(validate, args["hidden"].device):
         for rule in forward.value_rules:
             rule(forward.contract, args)
     return Call(group, args, served.backend)
@@ -156,27 +186,27 @@ def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
 
 
-def _local(given: dict[str, Any], group: Any) -> dict[str, Any]:
+def _local(what: str, given: dict[str, Any], group: Any) -> dict[str, Any]:
     """The rank's own rows, the group, and the vocabulary, of a DTensor weight; or what was given."""
     weight, bias, V = given["weight"], given["bias"], given["vocab_size"]
     if not is_sharded(weight):
         if is_sharded(bias):
-            raise _error("bias", "a DTensor", "must be the rank's own part, as weight is")
+            raise _error(what, "bias", "a DTensor", "must be the rank's own part, as weight is")
         return {"group": group}
     mesh = weight.device_mesh
     for name, t in (("weight", weight), ("bias", bias)):
         if t is None:
             continue
         if not is_sharded(t) or t.device_mesh != mesh:
-            raise _error(name, type(t).__name__, "must be a DTensor on the mesh of weight")
+            raise _error(what, name, type(t).__name__, "must be a DTensor on the mesh of weight")
         if mesh.ndim != 1 or not t.placements[0].is_shard(0):
             rule = "must be cut by rows on a mesh of one dimension: (Shard(0),)"
-            raise _error(name, f"placements {t.placements} on a mesh of {mesh.ndim} dimensions", rule)
-    if group is not None and as_group("linear_logp", group) != as_group("linear_logp", mesh):
-        raise _error("group", "another than that of the DTensor weight", "leave it out")
+            raise _error(what, name, f"placements {t.placements} on a mesh of {mesh.ndim} dimensions", rule)
+    if group is not None and as_group(what, group) != as_group(what, mesh):
+        raise _error(what, "group", "another than that of the DTensor weight", "leave it out")
     local = {"weight": weight.to_local(), "bias": None if bias is None else bias.to_local()}
     return local | {"group": mesh, "vocab_size": weight.shape[0] if V is None else V}
 
 
-def _error(name: str, given: str, rule: str) -> ContractError:
-    return ContractError(f"linear_logp({name}: {given}): {rule}")
+def _error(what: str, name: str, given: str, rule: str) -> ContractError:
+    return ContractError(f"{what}({name}: {given}): {rule}")

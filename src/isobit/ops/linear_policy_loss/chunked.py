@@ -65,6 +65,8 @@ class Call:
     inputs: Inputs
     loss: Loss
     check: bool
+    #: (logp, entropy) of all rows, which are one chunk, from a vocabulary that ranks share.
+    of_ranks: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
     def workspace_bytes(self) -> int:
@@ -99,6 +101,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(logp, entropy, stats) of rows, without storing probabilities. `workspace_bytes` are those of a later
     backward."""
+    if call.of_ranks is not None:
+        logp, entropy = call.of_ranks()
+        return logp, entropy if call.args["entropy"] else None, None
     logp, entropy, _, row_stats, *_ = forward(
         **call.of_rows(chunk), **PLAIN, padded_vocab=call.args["padded_vocab"],
         return_entropy=call.args["entropy"], return_stats=stats, workspace_bytes=workspace_bytes,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.frame.backend import resolve
 from isobit.frame.composed import composed
 from isobit.frame.contract import F32, Contract, Float, Int, Mask
 from isobit.kernels.host import bounds, bounds_of_lists
@@ -35,8 +36,11 @@ from isobit.ops.linear_policy_loss.batch import Batch
 from isobit.ops.linear_policy_loss.chunked import PLAIN, Call, evaluate
 from isobit.ops.linear_policy_loss.loss_call import Loss
 
+#: A call by the ranks of a group: it is imported when it is needed.
+_OF_RANKS = "isobit.ops.linear_policy_loss.sharded:call_of_rank"
 
-@composed("linear_policy_loss")
+
+@composed("linear_policy_loss", aside=("vocab_size", "group"))
 def declared() -> F32[Tensor, ""]:
     """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
 
@@ -57,6 +61,8 @@ def linear_policy_loss(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     padded_vocab: int | None = None,
     workspace_bytes: int | None = None,
+    vocab_size: int | None = None,
+    group: Any = None,
     validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
@@ -98,6 +104,11 @@ def linear_policy_loss(
             chunk. Logits are computed twice for a sequence that does not fit, unless the loss is declared by
             `isobit.losses.by_rows`, and for all rows if fewer than 1024 fit. That changes bits of gradients;
             where chunks end does not.
+        vocab_size: with a group, the number of tokens of all ranks.
+        group: ranks that share the vocabulary, in class lse/8x4, as in `linear_logp`: weight and bias are
+            this rank's rows, and everything else is the same on every rank, `inputs` and loss_fn included. So
+            are the loss and dhidden, with the bits of one GPU; dweight and dbias are those of the rank's
+            rows.
         validate: check ids and temperatures on a GPU too, and also run loss_fn on both halves of a chunk, or
             on two chunks as one, to see whether shares add up (host syncs). None does it on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
@@ -136,13 +147,16 @@ def linear_policy_loss(
         "entropy": entropy, "cu_seqlens": cu_seqlens, "padded_vocab": padded_vocab,
         "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    served = declared.serve(given)
-    args = served.args
-    batch = batch_of(args)
-    sorted_inputs = batch.sort(args["inputs"] or {}, _input_error)
-    loss = Loss(declared.contract, args["loss_fn"])
-    call = Call(args, served.backend, batch, sorted_inputs, loss, served.validated)
-    tensors = (args["hidden"], args["weight"], args["bias"])
+    # FSDP2 cuts weights by rows as well: as in `linear_logp`, a call must say what the ranks share.
+    shares = padded_vocab is not None or numerics is not None
+    if group is not None or (shares and linear_logp.is_sharded(weight)):
+        call: Call = resolve(_OF_RANKS)(given, vocab_size, group)
+    elif vocab_size is not None:
+        rule = "is for a vocabulary that ranks share; without a group pass weight[:vocab_size], and bias too"
+        raise declared.contract.error("vocab_size", vocab_size, rule)
+    else:
+        call = call_of(given)
+    tensors = (call.args["hidden"], call.args["weight"], call.args["bias"])
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         with torch.no_grad():
             sums = evaluate(call)
@@ -150,6 +164,16 @@ def linear_policy_loss(
     from isobit.ops.linear_policy_loss.autograd import with_gradients  # only training needs it
 
     return with_gradients(call, tensors)
+
+
+def call_of(given: dict[str, Any]) -> Call:
+    """A call that satisfies the contract, and the backend that serves it."""
+    served = declared.serve(given)
+    args = served.args
+    batch = batch_of(args)
+    sorted_inputs = batch.sort(args["inputs"] or {}, _input_error)
+    loss = Loss(declared.contract, args["loss_fn"])
+    return Call(args, served.backend, batch, sorted_inputs, loss, served.validated)
 
 
 def _input_error(name: str, value: Any, rule: str) -> Exception:

@@ -76,7 +76,7 @@ CASES = [
 ]
 
 
-def _wider(args: Args) -> Args:
+def wider(args: Args) -> Args:
     """Shards of another width: another order of the same sums."""
     P = args["padded_vocab"] or padded(vocabulary(args))
     return args | {"padded_vocab": P + P // 8 // 64 * 64 + 64}
@@ -86,8 +86,8 @@ CONTROLS = [
     Control("the vocabulary rolled by one column", inputs.rolled_vocabulary),
     Control("another order of the groups of 16 features", inputs.other_groups_of_features),
     Control("the vocabulary rolled, in dhidden", inputs.rolled_vocabulary, lambda cotangents: cotangents),
-    Control("shards of another width", _wider),
-    Control("shards of another width, in dhidden", _wider, lambda cotangents: cotangents),
+    Control("shards of another width", wider),
+    Control("shards of another width, in dhidden", wider, lambda cotangents: cotangents),
 ]
 
 
@@ -136,7 +136,7 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 # Ranks
 
 
-def _whole_rows(args: Args) -> Args:
+def whole_rows(args: Args) -> Args:
     """The call with a weight of as many rows as the padded vocabulary; those behind the last token hold
     NaN."""
     V = vocabulary(args)
@@ -166,7 +166,7 @@ def _results(trial: Trial, args: Args, cotangents: Sequence[Tensor], **more: Any
 
 
 def _on_a_rank(group: Group, trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    whole = _whole_rows(args)
+    whole = whole_rows(args)
     rows = whole["padded_vocab"] // group.size
     own = slice(group.rank * rows, (group.rank + 1) * rows)
     part = {name: None if whole[name] is None else whole[name][own] for name in ("weight", "bias")}
@@ -174,42 +174,54 @@ def _on_a_rank(group: Group, trial: Trial, args: Args, cotangents: Sequence[Tens
 
 
 def _alone(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    return _results(trial, _whole_rows(args), cotangents)
+    return _results(trial, whole_rows(args), cotangents)
 
 
 def _other_sums(
     trial: Trial, args: Args, cotangents: Sequence[Tensor]
 ) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    whole, ours = _whole_rows(args), _alone(trial, args, cotangents)
-    wide = _results(trial, _wider(whole), cotangents)
-    outputs, V, P = trial.proof.outputs, whole["vocab_size"], whole["padded_vocab"]
+    whole, ours = whole_rows(args), _alone(trial, args, cotangents)
+    wide = _results(trial, wider(whole), cotangents)
+    outputs = trial.proof.outputs
+    return [
+        ("shards of another width", [ours[n] for n in outputs], [wide[n] for n in outputs]),
+        ("a log-sum-exp of the ranks' own", [ours["lse"]], [lse_of_ranks(whole, ours["lse"])]),
+        dhidden_in_turn(trial, whole, ours["entropy"], cotangents),
+    ]
+
+
+def lse_of_ranks(whole: Args, ours: Tensor) -> Tensor:
+    """The log-sum-exp of what each of eight ranks has found alone; 0 where ours is, in masked rows."""
+    V, P = whole["vocab_size"], whole["padded_vocab"]
     spans = [(i * P // SHARDS, min((i + 1) * P // SHARDS, V)) for i in range(SHARDS)]
     with torch.no_grad():
-        own = [linear_logp(**whole | _columns(whole, a, b), return_lse=True, validate=False)[1]
+        own = [linear_logp(**whole | columns_of(whole, a, b), return_lse=True, validate=False)[1]
                for a, b in spans if a < b]  # fmt: skip
-    of_ranks = torch.where(ours["lse"] == 0, 0.0, torch.stack(own).logsumexp(0))
-    parts = _parts_of_dhidden(trial, whole, ours, cotangents)
+    return torch.where(ours == 0, 0.0, torch.stack(own).logsumexp(0))
+
+
+def dhidden_in_turn(
+    trial: Trial, whole: Args, entropy: Tensor | None, cotangents: Sequence[Tensor | None]
+) -> tuple[str, list[Tensor], list[Tensor]]:
+    """dhidden of eight ranks as a tree, and one rank after the other."""
+    parts = parts_of_dhidden(trial, whole, entropy, cotangents)
     in_order = parts[0]
     for part in parts[1:]:
         in_order = in_order + part
     while len(parts) > 1:
         parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
-    return [
-        ("shards of another width", [ours[n] for n in outputs], [wide[n] for n in outputs]),
-        ("a log-sum-exp of the ranks' own", [ours["lse"]], [of_ranks]),
-        ("dhidden of one rank after the other", parts, [in_order]),
-    ]
+    return "dhidden of one rank after the other", parts, [in_order]
 
 
-def _columns(whole: Args, first: int, end: int) -> Args:
+def columns_of(whole: Args, first: int, end: int) -> Args:
     bias = None if whole["bias"] is None else whole["bias"][first:end]
     ids = torch.where(whole["token_ids"] == inputs.IGNORE, inputs.IGNORE, 0)
     none = {"vocab_size": None, "padded_vocab": None}
     return {"weight": whole["weight"][first:end], "bias": bias, "token_ids": ids, **none}
 
 
-def _parts_of_dhidden(
-    trial: Trial, whole: Args, ours: dict[str, Tensor], cotangents: Sequence[Tensor]
+def parts_of_dhidden(
+    trial: Trial, whole: Args, entropy: Tensor | None, cotangents: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The fp32 sums of eight ranks."""
     with torch.no_grad():
@@ -220,7 +232,7 @@ def _parts_of_dhidden(
         own = slice(i * rows, (i + 1) * rows)
         part = {name: None if whole[name] is None else whole[name][own] for name in ("weight", "bias")}
         dhidden, _, _ = backward(
-            **whole | part, **grads, stats=stats, entropy=ours["entropy"], kept=None, kept_base=None,
+            **whole | part, **grads, stats=stats, entropy=entropy, kept=None, kept_base=None,
             want_hidden=True, want_weight=False, want_bias=False, grad_dtype=None, dhidden_dtype=F32, shard=i,
             shards=1, backend=trial.backend, validate=False,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from isobit.ops.linear_logp.proof import record_triton
 from isobit.ops.linear_logp.proof.shards import BACKENDS as WITH_SHARDS
 from isobit.ops.linear_policy_loss import chunk_buffers
 from isobit.ops.linear_policy_loss.op import declared
-from isobit.ops.linear_policy_loss.proof import bits, inputs, truth
+from isobit.ops.linear_policy_loss.proof import bits, inputs, ranks, truth
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Kernels, Proof
 
@@ -155,7 +155,14 @@ _OF_SHARDS: dict[str, Any] = {
     "agree_cases": [Case({"N": 40, "D": 24, "V": 300}, BF16, "random", options={"bias": "own"}), *_BITS[1:2]],
     "memory": memory_with_shards,
     "memory_cases": [Case({"N": 64, "D": 64, "V": 120}, BF16, data="random")],
-}
+    "shards": [ranks.VOCABULARY],
+    "shard_cases": [
+        Case({"N": 24, "D": 24, "V": 500}, BF16, "random",
+             options={"mask": torch.bool, "bias": "own", "padded": 640}),
+        Case({"B": 3, "T": 5, "D": 16, "V": 130}, F16, "random", options={"entropy": True, "each": True}),
+        _heavy({"N": 3000, "D": 256, "V": 50257}, BF16, mask=torch.bool, bias="own"),
+    ],
+}  # fmt: skip
 
 PROOF = Proof(
     op=declared,

@@ -13,6 +13,7 @@ from isobit.ops.rms_norm.order import GROUP
 from isobit.ops.rms_norm.proof.bits import same_elsewhere
 from isobit.ops.rms_norm.proof.exact import exact
 from isobit.ops.rms_norm.proof.inputs import half_rolled, lay_out, make, padding, reordered
+from isobit.ops.rms_norm.proof.ranks import HEADS
 from isobit.ops.rms_norm.proof.truth import formula, judged, scale
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, Kernels, Mutant, Proof
@@ -117,6 +118,13 @@ _AGREE = [
     _case(300, 20000, F32, data="random", cast="after", heavy=True),
 ]
 
+# Heads between tokens, as Qwen 3 has them, and before them, as Gemma 3.
+_SHARDS = [
+    Case({"B": 1, "T": 5, "H": 8, "D": 24}, BF16, "random", options={"weight": F32}),
+    Case({"B": 2, "H": 8, "T": 3, "D": 16}, F32, "random", options={"cast": "after", "offset": 1.0}),
+    Case({"B": 4, "T": 2000, "H": 32, "D": 128}, BF16, "random", heavy=True, options={"weight": F32}),
+]
+
 MUTANTS = [
     Mutant("no columns", "x", lambda a: a | {"x": a["x"][..., :0], "weight": a["weight"][:0]}),
     Mutant(
@@ -162,6 +170,8 @@ PROOF = Proof(
     positive=("D",),
     judged=judged,
     also=same_elsewhere,
+    shards=[HEADS],
+    shard_cases=_SHARDS,
 )
 
 PROOFS = [PROOF]

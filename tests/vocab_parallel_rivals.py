@@ -1,0 +1,38 @@
+"""Log-probabilities over a vocabulary that ranks share, as others compute them: the formula of Megatron, and
+PyTorch's `loss_parallel`. Both sum in orders that depend on the ranks; they are references for accuracy."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def megatron(shards: list[Tensor], ids: Tensor) -> Tensor:
+    """logp [N] from the fp32 logits [N, columns] of each rank: a maximum over ranks, the exponentials of each
+    rank summed, these sums added one after the other, and the logit of the token from the rank that has
+    it."""
+    top = torch.stack([z.amax(-1) for z in shards]).amax(0)
+    total, own, first = torch.zeros_like(top), torch.zeros_like(top), 0
+    for z in shards:
+        shifted = z - top[:, None]
+        total = total + shifted.exp().sum(-1)
+        here = (ids >= first) & (ids < first + z.shape[1])
+        at = torch.where(here, ids - first, 0)
+        own = own + torch.where(here, shifted.gather(1, at[:, None])[:, 0], 0.0)
+        first += z.shape[1]
+    return own - total.log()
+
+
+def loss_parallel(logits: Tensor, mesh: Any, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """logp [N] from the columns of the logits that this rank has, and the gradient of a weighed sum with
+    respect to these. Its backward must run in its context, too."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    leaf = logits.detach().requires_grad_()
+    with loss_parallel():
+        nll: Any = F.cross_entropy(DTensor.from_local(leaf, mesh, [Shard(1)]), ids, reduction="none")
+        logp: Tensor = -nll.full_tensor()
+        (dlogits,) = torch.autograd.grad((logp * weights).sum(), leaf)
+    return logp.detach(), dlogits
