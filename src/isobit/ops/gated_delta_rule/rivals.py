@@ -11,73 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.delta_rule.rivals import forget_tuning
-from isobit.ops.gated_delta_rule import reference
+from isobit.ops.delta_rule.proof.packings import TIMED
+from isobit.ops.gated_delta_rule import reference, reference_bwd
 from isobit.ops.gated_delta_rule.op import forward, gated_delta_rule
 from isobit.ops.gated_delta_rule.proof import PROOF, STATES
+from isobit.ops.gated_delta_rule.rivals_calls import RIVALS, RIVALS_OF_STATES, RIVALS_OF_TRAINING, Results
 from isobit.ops.gated_delta_rule.states_op import chunk_gated_delta_rule_fwd_h, states
 from isobit.spec.options import known_options
 from isobit.spec.proof import Args, Case, Cost, Proof
-from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.rotation import copies_for
 from isobit.spec.series import Pool, Series
 from isobit.spec.trial import cloned
-from isobit.spec.truth import Errors, errors_of
-
-FLA, FLA_STATES = "fla.ops.gated_delta_rule", "fla.ops.common.chunk_delta_h"
-
-#: o and the last states; or h, v_new and the last states.
-Results = tuple[Tensor | None, ...]
-
-
-def _fla_chunk(args: Args) -> Results:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    o, final = chunk_gated_delta_rule(**args, output_final_state=True)
-    return o, final
-
-
-def _fla_recurrent(args: Args) -> Results:
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    o, final = fused_recurrent_gated_delta_rule(**args, output_final_state=True)
-    return o, final
-
-
-def _fla_states(args: Args) -> Results:
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h as fwd_h
-
-    h, v_new, final = fwd_h(**args, output_final_state=True)
-    return h, v_new, final
-
-
-def _given(args: Args) -> Args:
-    return {name: value for name, value in args.items() if value is not None}
-
-
-def _tuned_afresh(args: Args) -> Args:
-    forget_tuning()
-    return _given(args)
-
-
-def _available(module: str) -> Callable[[Case, torch.device], str | None]:
-    def why_not(case: Case, device: torch.device) -> str | None:
-        return cannot_import(module) or ("its kernels need a GPU" if device.type == "cpu" else None)
-
-    return why_not
-
-
-_FORWARD: dict[str, Any] = {"directions": ("fwd",), "takes": None}
-RIVALS = {
-    "fla": Rival("fla", _fla_chunk, prepare=_tuned_afresh, available=_available(FLA), **_FORWARD),
-    "fla_recurrent": Rival(
-        "fla_recurrent", _fla_recurrent, prepare=_given, available=_available(FLA), **_FORWARD
-    ),
-}
-RIVALS_OF_STATES = {
-    "fla": Rival("fla", _fla_states, prepare=_tuned_afresh, available=_available(FLA_STATES), **_FORWARD)
-}
-
+from isobit.spec.truth import Errors, cotangent_like, errors_of
 
 # What is timed
 
@@ -95,17 +40,26 @@ def _call(args: Args, backend: str | None) -> Results:
     return gated_delta_rule(**args, output_final_state=True, backend=backend)
 
 
+def _call_training(args: Args, backend: str | None) -> Tensor:
+    return gated_delta_rule(**args, backend=backend)[0]
+
+
 def _call_states(args: Args, backend: str | None) -> Results:
     return chunk_gated_delta_rule_fwd_h(**args, output_final_state=True, backend=backend)
 
 
 def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """q, k and v are read once and o is written once. What kernels pass on to each other is left out: one
-    kernel would not need it."""
+    """q, k and v are read once and o is written once; backward these and do are read, and dq, dk and dv
+    written. What kernels pass on to each other is left out: one kernel would not need it. The backward has
+    the products of the forward twice, and computes states again."""
     tokens, HV, K, V = dims["B"] * dims["T"], dims["HV"], dims["K"], dims["V"]
-    elements = tokens * (2 * dims["H"] * K + 2 * HV * V)
+    own, values = 2 * tokens * dims["H"] * K, tokens * HV * V
     flops = 2 * tokens * HV * (64 * (3 * K + 2 * V) + 3 * K * V)
-    return Cost(fwd_bytes=elements * dtype.itemsize, fwd_flops=flops)
+    again = 4 * tokens * HV * K * V
+    return Cost(
+        fwd_bytes=(own + 2 * values) * dtype.itemsize, bwd_bytes=(2 * own + 3 * values) * dtype.itemsize,
+        fwd_flops=flops, bwd_flops=2 * flops + again,
+    )  # fmt: skip
 
 
 def _cost_of_states(dims: dict[str, int], dtype: torch.dtype) -> Cost:
@@ -116,9 +70,9 @@ def _cost_of_states(dims: dict[str, int], dtype: torch.dtype) -> Cost:
 
 
 @dataclass(frozen=True)
-class _OneHead:
-    """Truth in fp64: the results of the last value head, of the first batch element or of all packed
-    sequences. `axes` are those of heads."""
+class _LastHeads:
+    """Truth in fp64: the results of the last heads, of the first batch element or of all packed sequences.
+    `axes` are those of heads."""
 
     axes: tuple[int, ...]
     known: tuple[Tensor, ...]
@@ -126,11 +80,12 @@ class _OneHead:
     def error(self, direction: str, result: Results) -> Errors:
         """The worst of them, figure by figure; NaN if any is NaN."""
         pairs = zip(result, self.known, self.axes, strict=True)
-        errors = [
-            errors_of(ours.narrow(axis, ours.shape[axis] - 1, 1)[: len(true)], true)
-            for ours, true, axis in pairs
-            if ours is not None
-        ]
+        errors = []
+        for ours, true, axis in pairs:
+            if ours is not None:
+                heads = true.shape[axis]
+                last = ours.detach().narrow(axis, ours.shape[axis] - heads, heads)
+                errors.append(errors_of(last[: len(true)], true))
         figures = torch.tensor([astuple(each) for each in errors], dtype=torch.float64)
         return Errors(*figures.amax(0).tolist())
 
@@ -147,13 +102,28 @@ def _last_head(args: Args, names: tuple[str, ...]) -> Args:
     return one
 
 
-def _judge(args: Args) -> _OneHead:
+def _judge(args: Args) -> _LastHeads:
     o, final = reference.formula(**_last_head(args, ("q", "k", "v", "g", "beta")))
-    return _OneHead((2, 1), (o, final))
+    return _LastHeads((2, 1), (o, final))
 
 
-def _judge_states(args: Args) -> _OneHead:
-    return _OneHead((2, 2, 1), reference.states(**_last_head(args, ("k", "w", "u", "g", "gk"))))
+def _judge_training(args: Args) -> _LastHeads:
+    """o and all gradients. Those of q and k are sums over the value heads that share them."""
+    group = args["v"].shape[2] // args["q"].shape[2]
+    one = dict(args)
+    for name in INPUTS:
+        heads = 1 if name in ("q", "k") else group
+        one[name] = args[name][:1, :, -heads:].double()
+    do = cotangent_like(args["v"])[:1, :, -group:].double()
+    o, _ = reference.formula(**one)
+    wanted = {f"want_{name}": name in INPUTS for name in (*INPUTS, "initial_state")}
+    gradients = reference_bwd.gated_delta_rule_bwd(**one, do=do, dfinal_state=None, **wanted)
+    known = (o, *(t for t in gradients if t is not None))
+    return _LastHeads((2,) * len(known), known)
+
+
+def _judge_states(args: Args) -> _LastHeads:
+    return _LastHeads((2, 2, 1), reference.states(**_last_head(args, ("k", "w", "u", "g", "gk"))))
 
 
 def _case(B: int, T: int, H: int, HV: int, mode: str = "gn", **options: Any) -> Case:
@@ -161,9 +131,16 @@ def _case(B: int, T: int, H: int, HV: int, mode: str = "gn", **options: Any) -> 
     return Case(dims, torch.bfloat16, data="random", options={"mode": mode, **options})
 
 
-#: Value heads of Qwen3-Next, 32 with 16 of q and k, whole and on one of four GPUs.
-GRID = [_case(B, T, *heads) for B in (1, 4) for heads in ((16, 32), (4, 8)) for T in (1024, 4096, 16384)]
-PACKED = [_case(1, 8192, 16, 32, "ghn", lengths=lengths) for lengths in ("8x1024", "64x128")]
+#: Gradients that training takes.
+INPUTS = ("q", "k", "v", "g", "beta")
+
+#: FLA's own sizes; those of Qwen3-Next, 32 value heads and 16 of q and k, whole and on one of four GPUs.
+GRID = [_case(B, T, H, H) for B in (1, 2, 4) for H in (16, 32) for T in (2048, 4096, 8192, 16384)]
+GROUPED = [_case(B, T, *heads) for B in (1, 4) for heads in ((16, 32), (4, 8)) for T in (4096, 16384)]
+PACKED = [
+    *(_case(1, 8192, 16, 32, lengths=lengths) for lengths in ("8x1024", "64x128")),
+    *(_case(1, 8192, H, H, lengths=TIMED[3]) for H in (16, 32)),
+]
 STATES_GRID = [_case(B, T, 16, 32, mode) for B in (1, 4) for T in (2048, 8192) for mode in ("g", "gh")]
 
 
@@ -176,16 +153,55 @@ def _kernels(case: Case) -> Hashable:
 
 def _series(name: str, cases: list[Case], **rest: Any) -> Series:
     return Series(
-        op=forward, name=name, cases=cases, make=_make(PROOF), call=_call, cost=_cost, judge=_judge,
-        rivals=RIVALS, directions=("fwd",), takes=tuple(known_options(forward)), against="fla",
-        kernels=_kernels, **rest,
+        op=forward, name=name, cases=cases, make=_make(PROOF), cost=_cost, against="fla", kernels=_kernels,
+        takes=tuple(known_options(forward)), **rest,
     )  # fmt: skip
 
 
+def _small(T: int, lengths: str | None = None) -> list[Case]:
+    """For a CPU."""
+    dims = {"B": 1, "T": T, "H": 1, "HV": 2, "K": 64, "V": 64}
+    options = {"mode": "gn"} | ({} if lengths is None else {"lengths": lengths})
+    return [Case(dims, torch.bfloat16, data="random", options=options)]
+
+
+def _forward(name: str, cases: list[Case], **rest: Any) -> Series:
+    return _series(name, cases, call=_call, judge=_judge, rivals=RIVALS, directions=("fwd",), **rest)
+
+
+def _training(name: str, cases: list[Case], **rest: Any) -> Series:
+    return _series(
+        name, cases, call=_call_training, judge=_judge_training, rivals=RIVALS_OF_TRAINING, inputs=INPUTS,
+        directions=("fwd_bwd",), **rest,
+    )  # fmt: skip
+
+
+def _core(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if case.dims["T"] == 8192 and case.dims["B"] != 2]
+
+
 SERIES = (
-    _series("gated_delta_rule", GRID, core=GRID[1:2], about="`gated_delta_rule`, forward"),
-    _series(
-        "gated_delta_rule_packed", PACKED, core=PACKED[:1], declared_only=True, about="with packed sequences"
+    _forward(
+        "gated_delta_rule", GRID, core=_core(GRID), small=_small(70), about="`gated_delta_rule`, forward"
+    ),
+    _forward(
+        "gated_delta_rule_grouped", GROUPED, core=GROUPED[:1], small=_small(5), declared_only=True,
+        about="with two value heads for each of q and k",
+    ),
+    _forward(
+        "gated_delta_rule_packed", PACKED, core=PACKED[::2], small=_small(70, "30+0+40"), declared_only=True,
+        about="with packed sequences",
+    ),
+    _training(
+        "gated_delta_rule_train", GRID, core=_core(GRID), small=_small(70), about="forward and backward"
+    ),
+    _training(
+        "gated_delta_rule_train_grouped", GROUPED, core=GROUPED[:1], small=_small(5), declared_only=True,
+        about="the same with two value heads for each of q and k",
+    ),
+    _training(
+        "gated_delta_rule_train_packed", PACKED, core=PACKED[::2], small=_small(70, "30+0+40"),
+        declared_only=True, about="the same with packed sequences",
     ),
     Series(
         op=states, name="fwd_h", cases=STATES_GRID, core=STATES_GRID[2:3], make=_make(STATES),
