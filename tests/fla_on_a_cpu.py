@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner
 import isobit
 from isobit.bench.cases import suite_of
 from isobit.check.interpreter import quick_interpreter
-from isobit.ops.gated_delta_rule.rivals_calls import RIVALS_OF_TRAINING, refused_by_fla
+from isobit.ops.gated_delta_rule.rivals.calls import RIVALS_OF_TRAINING, refused_by_fla
 from isobit.spec.series import Pool
 
 assert "fla" not in sys.modules  # importing isobit has not imported it

@@ -20,7 +20,8 @@ from isobit.bench.report import ROW
 from isobit.bench.runner import run
 from isobit.frame.op import known_op
 from isobit.ops.delta_rule.proof.packings import lengths_of
-from isobit.ops.gated_delta_rule import rivals, rivals_calls
+from isobit.ops.gated_delta_rule import rivals
+from isobit.ops.gated_delta_rule.rivals import calls
 from isobit.ops.gated_delta_rule_step import rivals as of_steps
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
@@ -104,7 +105,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, hopper: bool, newer: bool, name: s
     known = SimpleNamespace(IS_NVIDIA_HOPPER=hopper, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=newer)
     backends = SimpleNamespace(**{name: Tilelang})
     modules = {"fla.utils": known, "fla.ops.common.backends": backends}
-    for module in ("fla", "fla.ops", "fla.ops.common", rivals_calls.FLA):
+    for module in ("fla", "fla.ops", "fla.ops.common", calls.FLA):
         modules[module] = SimpleNamespace()
     for module, content in modules.items():
         monkeypatch.setitem(sys.modules, module, content)
@@ -119,7 +120,7 @@ def test_pieces_are_timed_where_fla_refuses_its_backward(monkeypatch: pytest.Mon
         return list(named)
 
     stand_in(monkeypatch, hopper=True, newer=False, name=name)
-    assert timed() == ["fla_pieces"] and "before 3.7.1" in str(rivals_calls.refused_by_fla())
+    assert timed() == ["fla_pieces"] and "before 3.7.1" in str(calls.refused_by_fla())
     monkeypatch.setattr(Tilelang, "usable", True)
     assert timed() == ["fla"]
     monkeypatch.setattr(Tilelang, "usable", False)

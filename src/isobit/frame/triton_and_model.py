@@ -8,7 +8,7 @@ from isobit.frame.device import triton_cannot_run
 
 
 def triton_and_model(on_a_gpu: str, on_a_cpu: str, first: str) -> tuple[dict[str, Any], ...]:
-    """What both declare beside their functions: of `triton`, and of `model`, whose classes these are. In the
+    """What both declare besides their functions: of `triton`, and of `model`, whose classes these are. In the
     interpreter the kernels have that of the model. `first` names a tensor among the arguments."""
 
     def here(device: torch.device) -> str:

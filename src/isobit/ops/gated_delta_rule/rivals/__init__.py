@@ -15,7 +15,7 @@ from isobit.ops.delta_rule.proof.packings import TIMED
 from isobit.ops.gated_delta_rule import reference, reference_bwd
 from isobit.ops.gated_delta_rule.op import forward, gated_delta_rule
 from isobit.ops.gated_delta_rule.proof import PROOF, STATES
-from isobit.ops.gated_delta_rule.rivals_calls import RIVALS, RIVALS_OF_STATES, RIVALS_OF_TRAINING, Results
+from isobit.ops.gated_delta_rule.rivals.calls import RIVALS, RIVALS_OF_STATES, RIVALS_OF_TRAINING, Results
 from isobit.ops.gated_delta_rule.states_op import chunk_gated_delta_rule_fwd_h, states
 from isobit.spec.options import known_options
 from isobit.spec.proof import Args, Case, Cost, Proof
