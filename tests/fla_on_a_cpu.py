@@ -21,6 +21,7 @@ from triton.runtime.autotuner import Autotuner
 import isobit
 from isobit.bench.cases import suite_of
 from isobit.check.interpreter import quick_interpreter
+from isobit.ops.gated_delta_rule.rivals.calls import RIVALS_OF_TRAINING, refused_by_fla
 from isobit.spec.series import Pool
 
 assert "fla" not in sys.modules  # importing isobit has not imported it
@@ -114,6 +115,26 @@ def timed(op: str) -> dict[str, Any]:
     return found
 
 
+def pieces() -> list[Any]:
+    """FLA's training and its pieces: the distance of outputs, whether the gradients that the pieces leave as
+    they are agree, whether all have them, and why FLA refuses its backward here."""
+    rivals = RIVALS_OF_TRAINING
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (F.normalize(torch.randn(1, 38, 1, 16, generator=gen), dim=-1) for _ in range(3))
+    g, beta = -torch.rand(1, 38, 1, generator=gen), torch.rand(1, 38, 1, generator=gen)
+    args = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    args |= {"scale": 0.3, "initial_state": None, "use_qk_l2norm_in_kernel": True}
+    found = []
+    for name in ("fla", "fla_pieces"):
+        leaves = {n: args[n].clone().requires_grad_() for n in ("q", "k", "v", "g", "beta")}
+        prepared = rivals[name].prepare(args) | leaves
+        o = rivals[name].function(prepared)
+        found.append((o, dict(zip(leaves, torch.autograd.grad(o.sum(), leaves.values()), strict=True))))
+    (o, own), (same, other) = found
+    equal = [torch.equal(own[n], other[n]) for n in ("v", "q")]
+    return [distance((same,), (o,)), equal, refused_by_fla()]
+
+
 CASES = {
     "gdn": lambda ops: compare(ops.chunk_gated_delta_rule, "reference", "hopper", kda=False, packed=False),
     "gdn packed": lambda ops: compare(
@@ -122,6 +143,7 @@ CASES = {
     "kda packed": lambda ops: compare(ops.chunk_kda, "reference", kda=True, packed=True),
     "gdn broken": lambda ops: broken(ops.chunk_gated_delta_rule),
     "bench": lambda ops: timed("chunk_gated_delta_rule"),
+    "pieces": lambda ops: pieces(),
 }
 
 

@@ -89,7 +89,7 @@ def test_whoever_is_slow_the_bits_are_the_same(
     args = made(mode, False)
     right = on_a_cpu(args)
     slowed(monkeypatch, who, (Walked, "store_wait"))
-    monkeypatch.setattr(kernels_hopper, "fits_separate_buffers", lambda *sizes: separate)
+    monkeypatch.setattr(backwards, "fits_separate_buffers", lambda *sizes: separate)
     for found, expected in zip(on_a_cpu(args, 1), right, strict=True):
         assert torch.equal(found, expected)
 

@@ -1,8 +1,10 @@
 """The gated delta rule: rows of a chunk in the model and in the kernels, bad calls, and the checker on
 computations that are known to be bad."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -288,3 +290,13 @@ def test_bad_computations_fail(function: Callable[..., Any], law: str, case: str
     accurate = only(function, "accuracy", ONE)
     assert accurate.status == OK, accurate.reason
     assert only(function, law, case).status == FAIL
+
+
+def test_broken_kernels_fail() -> None:
+    """The kernels themselves, in the interpreter. As they are they pass: these are cases of the check."""
+    program = Path(__file__).parent / "broken_delta_kernels.py"
+    cells = ("spilled", "invariant", BITS, "descending", "agree", AGREE)
+    found = json.loads(in_interpreter(program, *cells, quick=False))
+    assert found["statuses"] == [FAIL, FAIL]
+    right, rounded_twice = found["inverse"]
+    assert right == 0 and rounded_twice > 100

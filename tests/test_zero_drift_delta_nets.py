@@ -142,6 +142,33 @@ def test_where_the_padding_is_changes_no_bit(models: dict[str, Any]) -> None:
                 assert differing(made[b][mask[b].bool()], row) == 0
 
 
+def test_prompts_of_different_lengths_are_one_call_of_packed_sequences(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their whole chunks; and what is behind these is one step of all rows."""
+    model, lengths = models["Qwen3_5"], (70, 3, 130)
+    calls: list[tuple[str, Any]] = []
+
+    def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            calls.append((name, options["cu_seqlens" if name == "forward" else "lengths"]))
+            return function(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(delta_nets, "gated_delta_rule", counted(delta_nets.gated_delta_rule, "forward"))
+    step = delta_nets.gated_delta_rule_step
+    monkeypatch.setattr(delta_nets, "gated_delta_rule_step", counted(step, "step"))
+    batch, mask = torch.zeros(3, 130, dtype=torch.int64), torch.zeros(3, 130, dtype=torch.int64)
+    for b, n in enumerate(lengths):
+        batch[b, 130 - n :], mask[b, 130 - n :] = prompts([n], seed=n)[0][0], 1
+    with zero_drift(model), torch.no_grad():
+        calls.clear()  # those of its trial
+        model(batch, attention_mask=mask, use_cache=True, logits_to_keep=1)
+    made = [(name, given.tolist()) for name, given in calls]
+    assert made == [("forward", [0, 64, 64, 192]), ("step", [6, 3, 2])]
+
+
 def test_beams_are_reordered_with_their_states(models: dict[str, Any]) -> None:
     """The same beams as with the whole sequences computed anew for every token."""
     model, (ids, mask) = models["Qwen3_5"], prompts([7, 4])

@@ -29,7 +29,7 @@ HOME = "https://github.com/isobit/isobit"
 #: Folders and files of the package that are in the repository, and names that are not, at any depth.
 FOLDERS = ("frame", "kernels", "layers", "losses", "numerics", "ops", "ranks")
 FILES = ("__init__.py", "nn.py", "parallel.py", "py.typed")
-LEFT_OUT = {"__pycache__", "proof", "proof.py", "rivals.py"}
+LEFT_OUT = {"__pycache__", "proof", "proof.py", "rivals", "rivals.py"}
 
 #: Build variants, and the architectures that each declares. Triton compiles for the GPU that it finds.
 VARIANTS: dict[str, dict[str, object]] = {

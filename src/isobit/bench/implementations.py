@@ -209,7 +209,8 @@ class Implementations:
             if rival.compiled or rival.anew:
                 torch.compiler.reset()  # earlier cases count towards a limit beyond which it runs eagerly
             calls = partial(build, rival.function, rival)
-            contenders.append(Contender(name, calls, verdict_on_rival, graph=rival.graph, grad=grad))
+            judged = verdict_on_rival if rival.judged else _unjudged
+            contenders.append(Contender(name, calls, judged, graph=rival.graph, grad=grad))
         return [replace(each, name=f"{each.name}{suffix}", runs=series.runs) for each in contenders]
 
     def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:

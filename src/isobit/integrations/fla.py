@@ -12,7 +12,8 @@ including those that imported the function earlier.
     print(on.served, on.passed)
 
 With `enable(states="triton")` FLA also takes the states of its forward from
-`isobit.chunk_gated_delta_rule_fwd_h`, in the class `gdr/1`.
+`isobit.chunk_gated_delta_rule_fwd_h`, in the class `gdr/1`. With `enable(whole="triton")` all of its
+`chunk_gated_delta_rule`, forward and backward, is `isobit.gated_delta_rule` (`fla_whole`).
 
 Calls that isobit does not serve are passed on to FLA's own kernel. They are counted by reason, with a warning
 for the first of each. Where no call can be served, because there is no GPU for the backend, `enable` warns at
@@ -33,10 +34,12 @@ from isobit.frame.backend import Backend, UnsupportedError
 from isobit.frame.caller import warn
 from isobit.frame.contract import dtype_name
 from isobit.frame.device import default_device, hopper_cannot_run, triton_cannot_run
+from isobit.integrations import fla_whole
 from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.ops.delta_rule.op import backward as op
 from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.gated_delta_rule import chunk_gated_delta_rule_fwd_h
+from isobit.ops.gated_delta_rule.op import forward as whole_op
 from isobit.ops.gated_delta_rule.states_op import states as forward_op
 
 NAME, MODULE = "chunk_gated_delta_rule_bwd_dhu", "fla.ops.common.chunk_delta_h"
@@ -248,31 +251,27 @@ def _checked() -> _Fla:
             "FLA_DISABLE_BACKEND_DISPATCH=1 set?"
         ) from error
     finally:
-        _unregister(fla)
+        fla_whole.unregister(fla.registry)
     if answer is not _PROBE:
         raise _refusal(f"another backend of FLA serves {NAME} before isobit's")
     return fla
-
-
-def _unregister(fla: _Fla) -> None:
-    """FLA has no function for this."""
-    fla.registry._backends.pop("isobit", None)
-    if hasattr(fla.registry, "_update_active_backend"):  # 0.5 caches which backend comes first
-        fla.registry._active = None
-        fla.registry._update_active_backend()
 
 
 # On and off
 
 
 class _Patch(Patch):
-    def __init__(self, fla: _Fla, serving: Backend, states: Backend | None = None) -> None:
+    def __init__(
+        self, fla: _Fla, serving: Backend, states: Backend | None = None, whole: Backend | None = None
+    ) -> None:
         own = f"{SWITCH.name}: FLA's own kernel serves {NAME} here"
         super().__init__(backend=serving.name, instead=own)
-        self.fla, self.serving, self.states = fla, serving, states
+        self.fla, self.serving, self.states, self.whole = fla, serving, states, whole
 
     def undo(self) -> None:
-        _unregister(self.fla)
+        fla_whole.unregister(self.fla.registry)
+        if self.whole is not None:
+            fla_whole.unregister(fla_whole.registry(self.fla.version))
 
 
 SWITCH = Switch("isobit.integrations.fla")
@@ -298,7 +297,7 @@ def _warn_if_nothing_is_served(backend: str) -> None:
 _fla: _Fla | None = None  # checked
 
 
-def enable(backend: str = "hopper", states: str | None = None) -> Enabled:
+def enable(backend: str = "hopper", states: str | None = None, whole: str | None = None) -> Enabled:
     """Let FLA take the gradients of delta-rule states from isobit: until `disable`, or as a context manager
     until the end of its block. If it is already enabled, it stays enabled and keeps counting.
 
@@ -308,6 +307,9 @@ def enable(backend: str = "hopper", states: str | None = None) -> Enabled:
             is no such GPU, this warns.
         states: the backend that computes the states of the forward too, "hopper", "triton", "model" (CPU) or
             "reference"; None leaves them to FLA.
+        whole: the backend that computes all of `chunk_gated_delta_rule`, forward and backward, one of the
+            same names; None leaves it to FLA, which then takes what `backend` and `states` select. FLA's
+            `fused_recurrent_gated_delta_rule` stays FLA's.
 
     Returns:
         An object with `served`, the number of calls that isobit has computed, and `passed`, the number of
@@ -327,6 +329,7 @@ def enable(backend: str = "hopper", states: str | None = None) -> Enabled:
     """
     serving = op.backend_named(backend)
     of_forward = None if states is None else forward_op.backend_named(states)
+    of_whole = None if whole is None else whole_op.backend_named(whole)
 
     def apply() -> _Patch:
         global _fla
@@ -334,20 +337,29 @@ def enable(backend: str = "hopper", states: str | None = None) -> Enabled:
             _fla = _checked()
         if of_forward is not None:
             _check_forward(_fla)
+        registry = None if of_whole is None else fla_whole.check(_fla.version, _fla.base, _refusal)
         _warn_if_nothing_is_served(backend)
-        patch = _Patch(_fla, serving, of_forward)
+        patch = _Patch(_fla, serving, of_forward, of_whole)
         _register(_fla, patch)
+        if of_whole is not None:
+            fla_whole.register(registry, _fla.base, _fla.version, of_whole, patch)
         return patch
 
     with SWITCH.lock:
         known = SWITCH.patch
-        if isinstance(known, _Patch) and known.backend == backend and known.states is not of_forward:
-            before = None if known.states is None else known.states.name
-            raise UnsupportedError(
-                f"{SWITCH.name}.enable(states={states!r}): it is already enabled with states={before!r}; "
-                "call disable() first"
-            )
+        if isinstance(known, _Patch) and known.backend == backend:
+            _same("states", known.states, of_forward)
+            _same("whole", known.whole, of_whole)
         return SWITCH.on(backend, apply)
+
+
+def _same(argument: str, known: Backend | None, wanted: Backend | None) -> None:
+    if known is not wanted:
+        before, now = (None if each is None else each.name for each in (known, wanted))
+        raise UnsupportedError(
+            f"{SWITCH.name}.enable({argument}={now!r}): it is already enabled with {argument}={before!r}; "
+            "call disable() first"
+        )
 
 
 def disable() -> None:

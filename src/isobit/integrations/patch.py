@@ -33,13 +33,14 @@ class Patch:
         with self.lock:
             self.served += 1
 
-    def count_passed(self, reason: str, comment: str = "") -> None:
-        """The first call of each reason warns, with a comment if there is one."""
+    def count_passed(self, reason: str, comment: str = "", instead: str | None = None) -> None:
+        """The first call of each reason warns, with a comment if there is one. `instead` is what serves this
+        call, if that is not what serves others."""
         with self.lock:
             self.passed[reason] += 1
             first = self.passed[reason] == 1
         if first:
-            warn(f"{self.instead}: {reason}{comment}")
+            warn(f"{instead or self.instead}: {reason}{comment}")
 
     def undo(self) -> None:
         """Restore what was replaced."""

@@ -32,7 +32,8 @@ class Rival:
     its author may have compiled is compiled again for each case too. A rival without
     `graph` waits for the device inside a call, so no CUDA graph can capture it. `takes` names the options
     of a case that it supports or that do not affect it; None is all. With others it would not do the same
-    work, so it is not timed. A rival without `jit` runs kernels that PyTorch or a library has compiled.
+    work, so it is not timed. A rival without `jit` runs kernels that PyTorch or a library has compiled. One
+    that is not `judged` does the work of the op, or less, without its results: they have no errors.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Rival:
     graph: bool = True
     jit: bool = True
     takes: tuple[str, ...] | None = ()
+    judged: bool = True
 
     def why_not(self, case: Case, device: torch.device, direction: str, options: Iterable[str]) -> str | None:
         """The reason not to time it here, or None."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from isobit.frame.contract import Contract, Int, Single, dtype_name
-from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.frame.public_op import public_op
+from isobit.frame.triton_and_model import triton_and_model
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
 
@@ -195,24 +195,7 @@ forward.value_rule(_bounds_hold)
 
 # Backends, fastest first
 
-
-def class_here(device: torch.device) -> str:
-    return str(CONV_1_CPU if device.type in ("cpu", "meta") else CONV_1)
-
-
-def not_on_the_cpu(args: dict[str, Any]) -> str | None:
-    if args["x"].device.type == "cpu":
-        return None
-    return "it computes on the CPU, thousands of times slower: select it by name to compare"
-
-
-TRITON: dict[str, Any] = {
-    "numerics": class_here,
-    "cannot_run": triton_cannot_run,
-    "interpreted": True,
-    "launches": True,
-}
-MODEL: dict[str, Any] = {"numerics": str(CONV_1_CPU), "not_by_default": not_on_the_cpu}
+TRITON, MODEL = triton_and_model(str(CONV_1), str(CONV_1_CPU), "x")
 forward.backend("triton", run="kernels_triton:causal_conv1d", **TRITON)
 backward.backend("triton", run="kernels_triton_bwd:causal_conv1d_bwd", **TRITON)
 forward.backend("model", run="model:causal_conv1d", **MODEL)

@@ -25,6 +25,7 @@ Items (sequence, head, columns) are dealt to programs round-robin. Which program
 programs there are, affects no bit.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -340,6 +341,42 @@ def fits_separate_buffers(buffers: Buffers, stages: int) -> bool:
     return buffers.nbytes(stages, separate=True) <= SHARED_BYTES
 
 
+class Plan(NamedTuple):
+    """What the launchers of both directions have in common."""
+
+    grid: tuple[int]
+    #: Descriptors of the states at the chunks, of the new values, and of the first and the last state.
+    written: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def plan(
+    states: Tensor, values: Tensor, ends: Sequence[Tensor | None], S: int, v_first: bool, has_g: bool,
+    has_gk: bool, packed: bool, forward: bool, sms: int,
+) -> Plan:  # fmt: skip
+    """For states at the chunks [B, chunks, HV, K, V], new values [B, T, HV, V] and the states at both ends of
+    S sequences. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    B, T, HV, V = values.shape
+    K = states.shape[-1 if v_first else -2]
+    rows = values.view(B * T, HV * V)
+    # There may be no chunk, and invalid bounds may still name one. Its store must not go into an input.
+    flat = states.view(-1, states.shape[-1]) if states.numel() else rows
+    box = (64, K) if v_first else (K, 64)
+    of_states = descriptor(matrix(flat), *box)
+    # Where a state at an end is missing, the kernel does not use its descriptor.
+    there = [descriptor(matrix(t.flatten(0, 2)), *box) for t in ends if t is not None]
+    first, last = (there[0], there[-1]) if there else (of_states, of_states)
+    items, sms = S * HV * (V // 64), sms or sm_count(values.device)
+    buffers = Buffers(K, len(there), has_g=has_g, has_gk=has_gk, forward=forward)
+    stages = stages_of(buffers, items, sms)
+    options: dict[str, Any] = {
+        "K": K, "STAGES": stages, "OF_STATE": accumulator_layout(K), "PACKED": packed, "HAS_G": has_g,
+        "HAS_GK": has_gk, "V_FIRST": v_first, "SEPARATE": fits_separate_buffers(buffers, stages),
+        "num_warps": 4, "maxnreg": REGISTERS, "enable_fp_fusion": False,
+    }  # fmt: skip
+    return Plan((min(items, sms),), (of_states, descriptor(matrix(rows), 64, 64), first, last), options)
+
+
 def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """`sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, H, K = args["q"].shape
@@ -353,31 +390,19 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         return dh, dh0, dv2
     v_first, bounds = args["state_v_first"], args["cu_seqlens"]
     q, k, w, do, dv = (rows_of(args[name]) for name in ("q", "k", "w", "do", "dv"))
-    # dh may be empty, and invalid bounds may still name a chunk. Its store must not go into an input.
-    flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv2.view(dv.shape)
-    box = (64, K) if v_first else (K, 64)
-    dh_desc = descriptor(matrix(flat), *box)
-    # Descriptors of dht and dh0; where one is missing the kernel does not use its descriptor.
-    ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (dht, dh0) if t is not None] or [dh_desc]
-    items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
-    states = (dht is not None) + (dh0 is not None)
-    buffers = Buffers(K, states, has_g=g is not None, has_gk=gk is not None)
-    stages = stages_of(buffers, items, sms)
+    made = plan(
+        dh, dv2, (dht, dh0), S, v_first, has_g=g is not None, has_gk=gk is not None,
+        packed=bounds is not None, forward=False, sms=sms,
+    )  # fmt: skip
     offsets = chunk_offsets(args, launch)
+    bounds = None if bounds is None else bounds.contiguous()
     launch(
-        dhu_kernel, (min(items, sms),),
-        dv2,
-        unused(dv2) if g is None else g,
-        unused(dv2) if gk is None else gk,
-        unused(dv2) if bounds is None else bounds.contiguous(),
-        unused(dv2) if offsets is None else offsets,
+        dhu_kernel, made.grid,
+        dv2, *(unused(dv2) if t is None else t for t in (g, gk, bounds, offsets)),
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V, dh.shape[1],
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
-        dh_desc, descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],
-        K=K, STAGES=stages, OF_STATE=accumulator_layout(K), PACKED=bounds is not None,
-        HAS_G=g is not None, HAS_GK=gk is not None, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None,
-        V_FIRST=v_first, SEPARATE=fits_separate_buffers(buffers, stages), AHEAD=g is None and K < 256,
-        num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
+        *made.written, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, AHEAD=g is None and K < 256,
+        **made.options,
     )  # fmt: skip
     return dh, dh0, dv2

@@ -6,6 +6,7 @@ Modes are letters for what is given: g, k (gk), h (h0, so dh0 is computed), t (d
 from collections.abc import Hashable
 from dataclasses import astuple, dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -38,14 +39,13 @@ def _fla(args: Args) -> Gradients:
     return dh, dh0, dv2
 
 
-def forget_tuning() -> None:
+def forget_tuning(*modules: str) -> None:
     """FLA's autotuner keeps one choice for all B and T, whichever came first, in memory and on disk: let it
-    choose again. It would run each configuration for a tenth of a second, up to thousands of calls, and clear
-    the cache before each. A fifth of that are still dozens of calls of the longest kernel."""
-    import fla.ops.common.chunk_delta_h as module
-
+    choose again, for the kernels of these modules, by default those of states. It would run each
+    configuration for a tenth of a second, up to thousands of calls, and clear the cache before each. A fifth
+    of that are still dozens of calls of the longest kernel."""
     trial = partial(triton.testing.do_bench, warmup=5, rep=20)
-    for kernel in vars(module).values():
+    for kernel in (each for name in modules or (FLA,) for each in vars(import_module(name)).values()):
         while kernel is not None:
             if hasattr(kernel, "configs") and isinstance(getattr(kernel, "cache", None), dict):
                 kernel.cache.clear()

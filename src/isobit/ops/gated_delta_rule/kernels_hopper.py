@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.descriptors import descriptor, matrix
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
-    accumulator_layout,
     after,
     gl,
     gluon,
@@ -34,15 +32,12 @@ from isobit.kernels.hopper.pipeline import (
 )
 from isobit.ops.delta_rule.kernels_hopper import (
     GATE_REGISTERS,
-    REGISTERS,
     STAGES_FORWARD,
-    Buffers,
     Turns,
     clear_rows,
-    fits_separate_buffers,
     placed,
+    plan,
     rows_of,
-    stages_of,
 )
 from isobit.ops.delta_rule.kernels_hopper_io import (
     CHUNK,
@@ -184,31 +179,18 @@ def states(
             final.zero_() if initial is None else final.copy_(initial)
         return h, new if want_values else None, final
     keys, ws, us = (rows_of(t) for t in (k, w, u))
-    # h may be empty, and invalid bounds may still name a chunk. Its store must not go into an input.
-    flat = h.view(-1, h.shape[-1]) if h.numel() else new.view(us.shape)
-    box = (64, K) if v_first else (K, 64)
-    h_desc = descriptor(matrix(flat), *box)
-    # Descriptors of the two states; where one is missing the kernel does not use its descriptor.
-    ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (initial, final) if t is not None] or [h_desc]
-    items, sms = S * HV * (V // 64), sms or sm_count(new.device)
-    count = (initial is not None) + (final is not None)
-    buffers = Buffers(K, count, has_g=g is not None, has_gk=gk is not None, forward=True)
-    stages = stages_of(buffers, items, sms)
+    made = plan(
+        h, new, (initial, final), S, v_first, has_g=g is not None, has_gk=gk is not None,
+        packed=cu_seqlens is not None, forward=True, sms=sms,
+    )  # fmt: skip
     launch(
-        states_kernel, (min(items, sms),),
-        new,
-        unused(new) if g is None else g,
-        unused(new) if gk is None else gk,
-        unused(new) if cu_seqlens is None else cu_seqlens,
-        unused(new) if offsets is None else offsets,
+        states_kernel, made.grid,
+        new, *(unused(new) if t is None else t for t in (g, gk, cu_seqlens, offsets)),
         1.0, T, S, HV, HV // H, V, chunks,
         *(descriptor(matrix(t), 64, K) for t in (keys, ws)),
         descriptor(matrix(us), 64, 64),
-        h_desc, descriptor(matrix(new.view(us.shape)), 64, 64), ends[0], ends[-1],
-        K=K, STAGES=stages, OF_STATE=accumulator_layout(K), PACKED=cu_seqlens is not None,
-        HAS_G=g is not None, HAS_GK=gk is not None, HAS_INITIAL=initial is not None,
-        HAS_FINAL=final is not None, V_FIRST=v_first, SEPARATE=fits_separate_buffers(buffers, stages),
-        OFFSETS=offsets is not None, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
+        *made.written, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+        OFFSETS=offsets is not None, **made.options,
     )  # fmt: skip
     return h, new if want_values else None, final
 

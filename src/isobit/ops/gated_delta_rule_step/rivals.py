@@ -137,7 +137,7 @@ PLACES = (0, 31, 63)
 def _series(at: int) -> Series:
     cases = [_case(B, at) for B in BATCHES]
     return Series(
-        op=declared, name=f"gated_delta_rule_step_{at}", cases=cases, core=cases[2:3], make=_make, call=_call,
+        op=declared, name=f"gated_delta_rule_step_{at}", cases=cases, core=cases[::2], make=_make, call=_call,
         cost=partial(_cost, at), judge=_judge, directions=("fwd",), takes=tuple(known_options(declared)),
         rivals={"fla": Rival("fla", _fla, prepare=_with_states, available=_available,
                              directions=("fwd",), takes=None)},
@@ -151,7 +151,7 @@ _WHOLE = [_case(B, CHUNK) for B in BATCHES]
 SERIES = (
     *(_series(at) for at in PLACES),
     Series(
-        op=declared, name="gated_delta_rule_step_chunk", cases=_WHOLE, core=_WHOLE[2:3], make=_make,
+        op=declared, name="gated_delta_rule_step_chunk", cases=_WHOLE, core=_WHOLE[::2], make=_make,
         call=_chunk, cost=_cost_of_chunk, judge=lambda args: None, directions=("fwd",),
         takes=tuple(known_options(declared)),
         rivals={"fla": Rival("fla", _fla_chunk, prepare=_with_states, available=_available,

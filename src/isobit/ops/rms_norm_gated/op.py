@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from isobit.frame.contract import F32, Contract, Single, dtype_name
-from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
 from isobit.frame.public_op import public_op
+from isobit.frame.triton_and_model import triton_and_model
 from isobit.numerics import Numerics
 
 RMS_GATED_1 = Numerics(
@@ -134,24 +134,7 @@ backward.rule(_columns, _dtypes)
 
 # Backends, fastest first
 
-
-def _class_here(device: torch.device) -> str:
-    return str(RMS_GATED_1_CPU if device.type in ("cpu", "meta") else RMS_GATED_1)
-
-
-def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
-    if args["x"].device.type == "cpu":
-        return None
-    return "it computes on the CPU, thousands of times slower: select it by name to compare"
-
-
-_TRITON: dict[str, Any] = {
-    "numerics": _class_here,
-    "cannot_run": triton_cannot_run,
-    "interpreted": True,
-    "launches": True,
-}
-_MODEL: dict[str, Any] = {"numerics": str(RMS_GATED_1_CPU), "not_by_default": _not_on_the_cpu}
+_TRITON, _MODEL = triton_and_model(str(RMS_GATED_1), str(RMS_GATED_1_CPU), "x")
 forward.backend("triton", run="kernels_triton:rms_norm_gated", **_TRITON)
 backward.backend("triton", run="kernels_triton:rms_norm_gated_bwd", **_TRITON)
 forward.backend("model", run="model:rms_norm_gated", **_MODEL)
