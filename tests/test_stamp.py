@@ -84,6 +84,42 @@ def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> No
     assert changed == {**used, "linear_logp": False, "det_gemm": False}
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "ops"),
+    [
+        ("ranks/ordered.py", "<= SMALL_BYTES", "< SMALL_BYTES", {"det_gemm", "linear_logp"}),
+        ("ranks/fold.py", "sums[::2], sums[1::2]", "sums[1::2], sums[::2]", {"det_gemm", "linear_logp"}),
+        ("ranks/agreement.py", "_SHOWN = 512", "_SHOWN = 256", set()),
+        ("ops/det_gemm/dtensors.py", "Shard(y.ndim - 1)", "Shard(0)", {"det_gemm"}),
+        ("ops/linear_logp/sharded.py", "// self.group.size", "- self.group.size", {"linear_logp"}),
+        ("ops/linear_logp/model_shards.py", "def ", "MORE = 1\n\n\ndef ", {"linear_logp"}),
+    ],
+)
+def test_sums_over_ranks_count_for_the_ops_that_have_them(
+    package: Path, name: str, old: str, new: str, ops: set[str]
+) -> None:
+    """An op imports these files when it is called with ranks, by a path in a string."""
+    replaced(package / name, old, new)
+    folders = ("det_gemm", "linear_logp", "logp")
+    assert {folder for folder in folders if kernel_sha(folder, package) != kernel_sha(folder)} == ops
+
+
+def test_every_file_of_an_op_counts_but_proof_and_rivals() -> None:
+    for op in (PACKAGE / "ops").glob("*/op.py"):
+        folder = op.parent
+        others = {folder / "__init__.py", folder / "proof.py", folder / "rivals.py"}
+        assert set(folder.glob("*.py")) - others == {
+            path for path in decisive_code(folder.name) if path.parent == folder
+        }
+
+
+def test_a_file_of_one_backend_does_not_count_for_others(package: Path) -> None:
+    path = package / "ops" / "det_gemm" / "plans_hopper_tree.py"
+    append(path, "\nMORE = 1\n")
+    assert kernel_sha("det_gemm", package, "triton") == kernel_sha("det_gemm", backend="triton")
+    assert kernel_sha("det_gemm", package, "hopper") != kernel_sha("det_gemm", backend="hopper")
+
+
 def test_the_hash_does_not_depend_on_how_python_writes_what_is_empty() -> None:
     """Python 3.12 has type parameters on every function, 3.11 has none."""
     (function,) = ast.parse("def f(): return None").body

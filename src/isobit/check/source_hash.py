@@ -22,11 +22,12 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
 
-#: Files of an op's folder that determine its numbers, and parts of the package that they may use. Proofs and
-#: rivals do not; the frame affects host times but no number.
-_DECIDES = ("op.py", "reference.py", "model.py", "kernels_*.py")
-_FOLLOWED = ("kernels", "numerics", "ops")
-_DECIDES_NOTHING = ("proof", "rivals")
+#: Parts of the package that an op's files may use. The frame affects host times but no number.
+_FOLLOWED = ("kernels", "numerics", "ops", "ranks")
+#: Files that determine no number: in an op's folder, and what asks whether ranks make the same call. All
+#: other files of a folder count, whoever imports them: many are imported at the first call, by a path in a
+#: string.
+_DECIDES_NOTHING = ("proof", "rivals", "__init__", "agreement")
 
 #: Enough for a change to reach everything that depends on it through this many definitions.
 _ROUNDS = 12
@@ -105,7 +106,7 @@ def _reference(
         if (path, name) not in owners:
             return name
         part = owners[path, name]
-        if not part.imports:
+        if not isinstance(part.node, ast.Import | ast.ImportFrom):  # a function may import something, too
             return ("name", path, name)
         (target,) = part.imports
         if target[0].split(".")[0] != package.name:
@@ -132,7 +133,11 @@ def _module_file(
 
 def compiled_backends(folder: str, package: Path = PACKAGE) -> list[str]:
     """The backends that have kernels in a folder: hopper for kernels_hopper.py and kernels_hopper_bwd.py."""
-    return sorted({path.stem.split("_")[1] for path in (package / "ops" / folder).glob("kernels_*.py")})
+    return sorted(_backends_in(package / "ops" / folder))
+
+
+def _backends_in(folder: Path) -> set[str]:
+    return {path.stem.split("_")[1] for path in folder.glob("kernels_*.py")}
 
 
 def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = None) -> Used:
@@ -166,10 +171,13 @@ def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = No
 
 
 def _deciding(folder: Path, backend: str | None) -> list[Path]:
-    names = (
-        f"kernels_{backend}*.py" if backend and name.startswith("kernels_") else name for name in _DECIDES
-    )
-    return [path for name in names for path in folder.glob(name)]
+    """The files of an op's folder that determine its numbers; with `backend`, without those that have another
+    one's name in theirs: not kernels_triton_bwd.py or plans_triton.py, if it is hopper."""
+    others = _backends_in(folder) - {backend} if backend else set()
+    return [
+        path for path in folder.glob("*.py")
+        if not path.stem.startswith(_DECIDES_NOTHING) and others.isdisjoint(path.stem.split("_"))
+    ]  # fmt: skip
 
 
 def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:
