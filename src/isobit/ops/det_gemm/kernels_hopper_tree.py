@@ -29,16 +29,16 @@ from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
     Pipe,
-    _item,
-    _last_start,
     after,
     gdc_launch_dependents,
     gdc_wait,
     gl,
     gluon,
     kernel,
+    last_start,
     mbarrier,
     record,
+    tile_at,
     tma,
     warpgroup_mma_wait,
 )
@@ -306,12 +306,12 @@ def fold_kernel(
     at = gl.arange(0, FOLDED, gl.BlockedLayout([8 if EIGHTS else 4], [32], [4], [0]))
     total = _folded(parts + t.to(gl.int64) * (PARTS * per_tile) + begin, at, per_tile, 0, PARTS)
     if SWAPPED:
-        n, m = _item(first + t, tiles_n, tiles_m, GROUP)
+        n, m = tile_at(first + t, tiles_n, tiles_m, GROUP)
     else:
-        m, n = _item(first + t, tiles_m, tiles_n, GROUP)
+        m, n = tile_at(first + t, tiles_m, tiles_n, GROUP)
     # As in `Pipe`: the last tile ends where the output does.
-    row = gl.minimum((m * CONSUMERS + begin // size) * ROWS, _last_start(M, ROWS, A_BY_K))
-    column = gl.minimum(n * COLUMNS, _last_start(N, COLUMNS, B_BY_K)) + begin % size // ROWS
+    row = gl.minimum((m * CONSUMERS + begin // size) * ROWS, last_start(M, ROWS, A_BY_K))
+    column = gl.minimum(n * COLUMNS, last_start(N, COLUMNS, B_BY_K)) + begin % size // ROWS
     i = row + at // 8 % ROWS
     if EIGHTS:
         eight = column // 8 + at // (8 * ROWS)

@@ -25,8 +25,6 @@ from isobit.kernels.hopper.pipeline import (
     ROWS,
     Pipe,
     TensorDescriptor,
-    _item,
-    _load,
     accumulator_layout,
     after,
     fence_async_shared,
@@ -35,8 +33,10 @@ from isobit.kernels.hopper.pipeline import (
     gl,
     gluon,
     kernel,
+    load_operand,
     mbarrier,
     record,
+    tile_at,
     tma,
     tma_store,
 )
@@ -78,7 +78,7 @@ class Groups:
         begun = gl.load(at + 1)
         first = gl.load(at + 2)
         end = gl.load(at + 3)
-        i, j = _item(t - begun * self.tiles, gl.cdiv(end - first, self.TOKENS), self.tiles, GROUP)
+        i, j = tile_at(t - begun * self.tiles, gl.cdiv(end - first, self.TOKENS), self.tiles, GROUP)
         return expert, first + i * self.TOKENS, end, j, gl.where(expert < self.E, self.steps, 1)
 
     @gluon.jit
@@ -101,18 +101,18 @@ class Groups:
             a = pipe.a_ring.index(stage * pipe.CONSUMERS + w)
             if self.SWAPPED:
                 at = pipe.row(j * pipe.CONSUMERS + w)
-                _load(pipe.a_desc, expert, at, k, bar, a, pipe.A_BY_K, True)
+                load_operand(pipe.a_desc, expert, at, k, bar, a, pipe.A_BY_K, True)
             else:
-                _load(pipe.a_desc, outside, row + w * ROWS, k, bar, a, pipe.A_BY_K, True)
+                load_operand(pipe.a_desc, outside, row + w * ROWS, k, bar, a, pipe.A_BY_K, True)
         if self.SWAPPED:
-            _load(pipe.b_desc, outside, row, k, bar, b, pipe.B_BY_K, True)
+            load_operand(pipe.b_desc, outside, row, k, bar, b, pipe.B_BY_K, True)
             if pipe.REST:
-                _load(pipe.rest_desc, outside, row + WIDE, k, bar, rest, pipe.B_BY_K, True)
+                load_operand(pipe.rest_desc, outside, row + WIDE, k, bar, rest, pipe.B_BY_K, True)
         else:
             column = pipe.column(j)
-            _load(pipe.b_desc, expert, column, k, bar, b, pipe.B_BY_K, True)
+            load_operand(pipe.b_desc, expert, column, k, bar, b, pipe.B_BY_K, True)
             if pipe.REST:
-                _load(pipe.rest_desc, expert, column + WIDE, k, bar, rest, pipe.B_BY_K, True)
+                load_operand(pipe.rest_desc, expert, column + WIDE, k, bar, rest, pipe.B_BY_K, True)
         return after(stage, phase, pipe.STAGES)
 
 
