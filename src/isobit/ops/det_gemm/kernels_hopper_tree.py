@@ -42,7 +42,7 @@ from isobit.kernels.hopper.pipeline import (
     tma,
     warpgroup_mma_wait,
 )
-from isobit.kernels.hopper.product import Output
+from isobit.kernels.hopper.product import outputs
 from isobit.numerics import LEAVES
 from isobit.ops.det_gemm.kernels_hopper import (
     finish,
@@ -259,17 +259,9 @@ def tree_kernel(
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
         BY_COLUMNS=SWAPPED, OVERLAP=True, BY_LEAF=True,
     )  # fmt: skip
-    WIDE: gl.constexpr = COLUMNS - REST
-    output = Output.create(
-        pipe, out, ld, M, N, bias, out_desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
-        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-    )  # fmt: skip
-    output_rest = output
-    if REST:
-        output_rest = Output.create(
-            pipe, out, ld, M, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
-            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-        )  # fmt: skip
+    output, output_rest = outputs(
+        pipe, out, ld, M, N, bias, out_desc, out_rest_desc, LAYOUT, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
+    )
     waiting = Waiting.create(pipe, output, output_rest, WHOLE and TOTAL == 8)
     gdc_wait()  # before anything is read or written: see `product_kernel`
     if CONSUMERS == 1:

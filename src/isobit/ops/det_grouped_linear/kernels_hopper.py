@@ -40,7 +40,7 @@ from isobit.kernels.hopper.pipeline import (
     tma,
     tma_store,
 )
-from isobit.kernels.hopper.product import Output
+from isobit.kernels.hopper.product import outputs
 from isobit.kernels.hopper.tiles import Tile
 from isobit.ops.det_gemm.kernels_hopper import ones
 from isobit.ops.det_grouped_linear.kernels_hopper_bwd import token_product, why_not_token_product
@@ -250,17 +250,9 @@ def grouped_kernel(
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
         OVERLAP=True, BY_LEAF=True,
     )  # fmt: skip
-    WIDE: gl.constexpr = COLUMNS - REST
-    output = Output.create(
-        pipe, out, N, N, N, bias, out_desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
-        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-    )  # fmt: skip
-    output_rest = output
-    if REST:
-        output_rest = Output.create(
-            pipe, out, N, N, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
-            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-        )  # fmt: skip
+    output, output_rest = outputs(
+        pipe, out, N, N, N, bias, out_desc, out_rest_desc, LAYOUT, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
+    )
     TOKENS: gl.constexpr = COLUMNS if SWAPPED else CONSUMERS * ROWS
     OTHER: gl.constexpr = CONSUMERS * ROWS if SWAPPED else COLUMNS
     groups = Groups(table, E, gl.cdiv(N, OTHER), steps, TOKENS, SWAPPED)
