@@ -40,10 +40,21 @@ Ref = tuple[str, str]
 
 
 def kernel_sha(folder: str, package: Path = PACKAGE, backend: str | None = None) -> str | None:
-    """SHA-256 over the code that determines the numbers of the ops in a folder, without comments, docstrings,
-    layout, paths and the names of what is defined there; with `backend`, without the kernels of other
-    backends. None if there is no such folder."""
-    used = decisive_code(folder, package, backend)
+    """SHA-256 over the code that determines the numbers of the ops in a folder in one process, without
+    comments, docstrings, layout, paths and the names of what is defined there; with `backend`, without the
+    kernels of other backends. None if there is no such folder."""
+    return _sha_of(decisive_code(folder, package, backend), package)
+
+
+def ranks_sha(folder: str, package: Path = PACKAGE) -> str | None:
+    """The same with the code that several ranks share a call by. None if the folder has none: it changes no
+    number of a single process, so only checks of ranks depend on it."""
+    if not any(_of_ranks(path) for path in (package / "ops" / folder).glob("*.py")):
+        return None
+    return _sha_of(decisive_code(folder, package, ranks=True), package)
+
+
+def _sha_of(used: Used, package: Path) -> str | None:
     files = tuple((path, path.read_text(), tuple(sorted(chosen))) for path, chosen in sorted(used.items()))
     return _digest(files, package) if files else None
 
@@ -140,13 +151,15 @@ def _backends_in(folder: Path) -> set[str]:
     return {path.stem.split("_")[1] for path in folder.glob("kernels_*.py")}
 
 
-def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = None) -> Used:
-    """The code that `kernel_sha` hashes. An op that uses another op includes its whole folder, because that
-    op imports its kernels only when they are called."""
+def decisive_code(
+    folder: str, package: Path = PACKAGE, backend: str | None = None, ranks: bool = False
+) -> Used:
+    """The code that `kernel_sha` hashes, or `ranks_sha`. An op that uses another op includes its whole
+    folder, because that op imports its kernels only when they are called."""
     own = package / "ops" / folder
     found: Used = {}
     parts_of: dict[Path, list[_Part]] = {}  # each file is read once, and asked for many names
-    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend)]
+    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend, ranks)]
     seen = set(pending)
     while pending:
         path, name = pending.pop()
@@ -155,7 +168,7 @@ def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = No
             parts_of[path] = _parts_of(path.read_text())
             if path.name == "op.py" and path.parent.parent == package / "ops":
                 only = backend if path.parent == own else None
-                new += [(each, None) for each in _deciding(path.parent, only)]
+                new += [(each, None) for each in _deciding(path.parent, only, ranks)]
         parts, mine = parts_of[path], found.setdefault(path, set())
         wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
         for i in wanted - mine:
@@ -170,14 +183,30 @@ def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = No
     return {path: chosen for path, chosen in found.items() if chosen}
 
 
-def _deciding(folder: Path, backend: str | None) -> list[Path]:
+def _deciding(folder: Path, backend: str | None, ranks: bool) -> list[Path]:
     """The files of an op's folder that determine its numbers; with `backend`, without those that have another
     one's name in theirs: not kernels_triton_bwd.py or plans_triton.py, if it is hopper."""
     others = _backends_in(folder) - {backend} if backend else set()
     return [
         path for path in folder.glob("*.py")
         if not path.stem.startswith(_DECIDES_NOTHING) and others.isdisjoint(path.stem.split("_"))
+        and (ranks or not _of_ranks(path))
     ]  # fmt: skip
+
+
+def _of_ranks(path: Path) -> bool:
+    """Whether a file of an op's folder is about ranks: it uses `isobit.ranks`, or another such file. The
+    declaration is not, though it may name one."""
+    package, pending, seen = path.parents[2], [path], set[Path]()
+    while pending:
+        each = pending.pop()
+        if each.parent == package / "ranks":
+            return True
+        if each.name != "op.py" and each.parents[1] == package / "ops" and each not in seen:
+            seen.add(each)
+            targets = {target for part in _parts_of(each.read_text()) for target in part.imports}
+            pending += [found for target in targets for found, _ in _resolved(target, package)]
+    return False
 
 
 def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:
