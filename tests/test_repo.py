@@ -169,6 +169,13 @@ def test_everything_exported_is_there() -> None:
     assert all(hasattr(isobit, name) for name in isobit.__all__)
 
 
+def test_the_readme_names_everything_that_people_call() -> None:
+    text = (ROOT / "README.md").read_text()
+    errors_and_types = {"OPS", "ContractError", "Explanation", "UnsupportedError"}
+    names = {*isobit.__all__, "testing", "numerics"} - errors_and_types
+    assert [name for name in sorted(names) if not re.search(rf"\bisobit\.{name}\b", text)] == []
+
+
 #: The ways that run on a CPU: plain PyTorch whose formula is the truth, or the exact arithmetic of a class.
 CPU_WAYS = {"reference.py", "model.py"}
 
