@@ -131,7 +131,7 @@ def _unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(size: Any, LENGTH: int, BY_K: bool) -> Any:
         return max(size - LENGTH, 0)
 
-    monkeypatch.setattr(pipeline, "_last_start", SimpleNamespace(fn=start))
+    monkeypatch.setattr(pipeline, "last_start", SimpleNamespace(fn=start))
 
 
 @pytest.mark.parametrize("broken", [_without_overlap, _unaligned])

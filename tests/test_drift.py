@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama import modeling_llama
 
@@ -15,6 +16,7 @@ import isobit
 from isobit.drift.axes import AXES
 from isobit.drift.measure import located, made_up
 from isobit.drift.record import kind_of
+from isobit.drift.remedies import remedy
 from isobit.drift.report import Report
 from isobit.frame.contract import ContractError
 from row_by_row import V, by_rows, made, nudged, planted, planted_attention, sequences
@@ -324,6 +326,14 @@ def test_kinds_of_modules() -> None:
         "act_fn": "activation", "input_layernorm": "norm", "post_attention_layernorm": "norm", "norm": "norm",
         "rotary_emb": "rope", "lm_head": "linear",
     }  # fmt: skip
+
+
+def test_routers_and_code_of_experts_have_a_remedy() -> None:
+    config = Qwen3MoeConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = Qwen3MoeForCausalLM(config)
+    assert kind_of(model.model.layers[0].mlp.gate) == "router"
+    assert "zero_drift" in remedy("router") and "zero_drift" in remedy("own code")
+    assert "nothing of isobit" in remedy("other")
 
 
 def test_a_layer_that_isobit_does_not_serve_is_said() -> None:

@@ -118,7 +118,7 @@ def item_of(
 ) -> Callable[[int], tuple[int, ...]]:
     """What the kernels' own functions answer for an item, with Python's numbers."""
     numbers: dict[str, Any] = {"gl": SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)}
-    for name in ("_item", "_by_length"):
+    for name in ("tile_at", "_by_length"):
         numbers[name] = FunctionType(getattr(hopper_pipe, name).fn.__code__, numbers)
     item = FunctionType(hopper_pipe.Pipe.item.fn.__code__, numbers)
     used = Int32(min(spans, tiles_n) if spans else tiles_n)
@@ -158,7 +158,7 @@ def test_neighbouring_programs_read_the_same_columns_or_rows(
 @pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 72, 1001])
 def test_the_last_rows_begin_where_tma_can(size: int) -> None:
     numbers: dict[str, Any] = {"gl": SimpleNamespace(cdiv=lambda a, b: -(-a // b), maximum=max)}
-    start = FunctionType(hopper_pipe._last_start.fn.__code__, numbers)
+    start = FunctionType(hopper_pipe.last_start.fn.__code__, numbers)
     assert start(size, 64, True) == max(size - 64, 0)
     contiguous = start(size, 64, False)
     assert contiguous % 8 == 0 and max(size - 64, 0) <= contiguous < max(size - 64, 0) + 8

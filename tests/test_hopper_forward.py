@@ -146,7 +146,7 @@ def test_the_producer_takes_the_rows_that_are_listed(listed: list[int] | None, c
         rest_desc=SimpleNamespace(name="rest", block_type=box), REST=0, OVERLAP=False, BY_LEAF=False,
         SHARDED=False,
     )  # fmt: skip
-    numbers["_load"] = FunctionType(hopper_pipe._load.fn.__code__, numbers)
+    numbers["load_operand"] = FunctionType(hopper_pipe.load_operand.fn.__code__, numbers)
     for name in ("row", "column", "rows", "load"):
         fn = getattr(hopper_pipe.Pipe, name).fn
         setattr(pipe, name, partial(FunctionType(fn.__code__, numbers, name, fn.__defaults__), pipe))

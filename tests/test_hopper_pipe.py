@@ -109,7 +109,7 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
             expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),
         ),
     }  # fmt: skip
-    for name in ("after", "_item", "_last_start", "_load", "put_tile"):
+    for name in ("after", "tile_at", "last_start", "load_operand", "put_tile"):
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
     for name in ("_initial", "_store_sums", "_steps"):
         scope[name] = function_in(scope, getattr(hopper_product, name))

@@ -41,6 +41,18 @@ def test_no_file_is_too_long_to_read() -> None:
     assert not long
 
 
+def test_no_module_imports_a_private_name_of_another() -> None:
+    """What a second module uses belongs to the first one's names: a reader of it must see that."""
+    private = [
+        f"{path.relative_to(ROOT)}: {each.module}.{alias.name}"
+        for path in (ROOT / "src").rglob("*.py")
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("isobit")
+        for alias in each.names if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]  # fmt: skip
+    assert private == []
+
+
 # The wheel
 
 

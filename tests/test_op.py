@@ -103,7 +103,7 @@ def test_explain_says_who_serves_and_why_not_the_others() -> None:
         f"  kernel     {asked}\n"
         "  fast       V=5 is odd\n"
         "  exact      serves this call\n"
-        "  plain      can serve; a faster one does\n"
+        "  plain      can serve; one above it does\n"
         f"  lonely     {other_class}"
     )
     assert ran() == []
@@ -114,7 +114,7 @@ def test_explain_of_a_forced_backend_does_not_call_it_faster() -> None:
     assert (found.backend, found.numerics) == ("plain", NONE)
     text = str(found).splitlines()
     assert text[4] == "  plain      serves this call"
-    assert "a faster one does" not in str(found)
+    assert "one above it does" not in str(found)
     assert text[2].startswith("  fast       can serve")
 
 

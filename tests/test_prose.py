@@ -408,6 +408,13 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
     assert "| `logp` | - | 10 calls, 2 errors | 2 cases |\n" in tables.render_proven(tmp_path)
 
 
+def test_an_op_that_came_after_the_check_of_its_folder_is_not_proven(tmp_path: Path) -> None:
+    found = [{"op": "swiglu", "candidate": "triton", "ok": 3, "fail": 0}]
+    (tmp_path / "check_swiglu.json").write_text(json.dumps({"stamp": {"kernels": {}}, "candidates": found}))
+    lines = tables.render_proven(tmp_path)
+    assert "| `swiglu` | 3 cells held, 0 failed | - | - |\n| `swiglu_packed` | - | - | - |\n" in lines
+
+
 # That all of it can fail
 
 

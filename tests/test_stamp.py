@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import isobit
 from isobit import ContractError
 from isobit.bench.cases import parse_case
 from isobit.bench.runner import run
-from isobit.check.source_hash import _Writer, compiled_backends, decisive_code, kernel_sha
-from isobit.check.stamp import source_sha
+from isobit.check.source_hash import _Writer, compiled_backends, decisive_code, kernel_sha, ranks_sha
+from isobit.check.stamp import source_sha, stamp, why_stale
 from isobit.frame.op import known_op
 from publish import stale
 
@@ -82,6 +83,57 @@ def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> No
     }
     used = dict.fromkeys(("logp", "ratio_kl", "grpo_loss"), True)
     assert changed == {**used, "linear_logp": False, "det_gemm": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "ops"),
+    [
+        ("ranks/ordered.py", "<= SMALL_BYTES", "< SMALL_BYTES", {"det_gemm", "linear_logp"}),
+        ("ranks/fold.py", "sums[::2], sums[1::2]", "sums[1::2], sums[::2]", {"det_gemm", "linear_logp"}),
+        ("ranks/agreement.py", "_SHOWN = 512", "_SHOWN = 256", set()),
+        ("ops/det_gemm/dtensors.py", "Shard(y.ndim - 1)", "Shard(0)", {"det_gemm"}),
+        ("ops/linear_logp/sharded.py", "// self.group.size", "- self.group.size", {"linear_logp"}),
+        ("ops/linear_logp/model_shards.py", "def ", "MORE = 1\n\n\ndef ", {"linear_logp"}),
+    ],
+)
+def test_sums_over_ranks_count_for_the_ops_that_have_them(
+    package: Path, name: str, old: str, new: str, ops: set[str]
+) -> None:
+    """An op imports these files when it is called with ranks, by a path in a string. No other call of it
+    depends on them."""
+    replaced(package / name, old, new)
+    folders = ("det_gemm", "linear_logp", "logp")
+    alone = {folder for folder in folders if kernel_sha(folder, package) != kernel_sha(folder)}
+    assert alone == (ops if "model" in name else set())
+    assert {folder for folder in folders if ranks_sha(folder, package) != ranks_sha(folder)} == ops
+
+
+def test_only_a_check_is_stale_when_ranks_compute_otherwise(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    assert ranks_sha("logp") is None and "ranks" not in stamp(cpu, ops=["det_gemm"])
+    assert "ranks" not in stamp(cpu, ops=["logp"], with_ranks=True)
+    known = {"kernels": {"det_gemm": kernel_sha("det_gemm")}}
+    found = stamp(cpu, ops=["det_gemm"], with_ranks=True)
+    assert found["ranks"] == {"det_gemm": ranks_sha("det_gemm")}
+    assert why_stale(found) is None and why_stale(known | {"commit": "abc"}) is None
+    old = why_stale(known | {"commit": "abc", "ranks": {"det_gemm": "0"}})
+    assert old == "how ranks compute det_gemm has changed since abc"
+
+
+def test_every_file_of_an_op_counts_but_proof_and_rivals() -> None:
+    for op in (PACKAGE / "ops").glob("*/op.py"):
+        folder = op.parent
+        others = {folder / "__init__.py", folder / "proof.py", folder / "rivals.py"}
+        assert set(folder.glob("*.py")) - others == {
+            path for path in decisive_code(folder.name, ranks=True) if path.parent == folder
+        }
+
+
+def test_a_file_of_one_backend_does_not_count_for_others(package: Path) -> None:
+    path = package / "ops" / "det_gemm" / "plans_hopper_tree.py"
+    append(path, "\nMORE = 1\n")
+    assert kernel_sha("det_gemm", package, "triton") == kernel_sha("det_gemm", backend="triton")
+    assert kernel_sha("det_gemm", package, "hopper") != kernel_sha("det_gemm", backend="hopper")
 
 
 def test_the_hash_does_not_depend_on_how_python_writes_what_is_empty() -> None:

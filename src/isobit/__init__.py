@@ -4,7 +4,6 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from isobit import losses
 from isobit.frame.backend import Explanation, UnsupportedError
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
@@ -31,7 +30,7 @@ from isobit.ops.route import route
 from isobit.ops.swiglu import swiglu, swiglu_packed
 
 if TYPE_CHECKING:
-    from isobit import drift, integrations, nn, parallel
+    from isobit import drift, integrations, losses, nn, parallel
     from isobit.integrations.hf.warmup import warmup
 
 __version__ = "0.1.0"
@@ -55,8 +54,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
 
 
 def __getattr__(name: str) -> Any:
-    """`isobit.drift`, `isobit.integrations`, `isobit.nn`, `isobit.parallel` and `isobit.warmup` are loaded
-    when they are first used: many programs use none of them."""
+    """`isobit.drift`, `isobit.integrations`, `isobit.losses`, `isobit.nn`, `isobit.parallel` and
+    `isobit.warmup` are loaded when they are first used: many programs use none of them."""
     if name == "warmup":
         return import_module("isobit.integrations.hf.warmup").warmup
     if name in __all__:  # everything else in it is here already

@@ -55,7 +55,11 @@ def to_json(
             }
         )
     folders = {OPS[c.op].folder for c in cells if c.op in OPS}  # a function of rows is no op
-    head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit, folders)}
+    head = {
+        "schema": SCHEMA,
+        "suite": "isobit check",
+        "stamp": stamp(device, commit, folders, with_ranks=True),
+    }
     head |= {"command": command} if command else {}
     seen = {"observations": list(observations)} if observations else {}
     failed: dict[str, Any] = {"passed": False} if nothing_ran or interrupted else {}

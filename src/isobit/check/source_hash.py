@@ -22,11 +22,12 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
 
-#: Files of an op's folder that determine its numbers, and parts of the package that they may use. Proofs and
-#: rivals do not; the frame affects host times but no number.
-_DECIDES = ("op.py", "reference.py", "model.py", "kernels_*.py")
-_FOLLOWED = ("kernels", "numerics", "ops")
-_DECIDES_NOTHING = ("proof", "rivals")
+#: Parts of the package that an op's files may use. The frame affects host times but no number.
+_FOLLOWED = ("kernels", "numerics", "ops", "ranks")
+#: Files that determine no number: in an op's folder, and what asks whether ranks make the same call. All
+#: other files of a folder count, whoever imports them: many are imported at the first call, by a path in a
+#: string.
+_DECIDES_NOTHING = ("proof", "rivals", "__init__", "agreement")
 
 #: Enough for a change to reach everything that depends on it through this many definitions.
 _ROUNDS = 12
@@ -39,10 +40,21 @@ Ref = tuple[str, str]
 
 
 def kernel_sha(folder: str, package: Path = PACKAGE, backend: str | None = None) -> str | None:
-    """SHA-256 over the code that determines the numbers of the ops in a folder, without comments, docstrings,
-    layout, paths and the names of what is defined there; with `backend`, without the kernels of other
-    backends. None if there is no such folder."""
-    used = decisive_code(folder, package, backend)
+    """SHA-256 over the code that determines the numbers of the ops in a folder in one process, without
+    comments, docstrings, layout, paths and the names of what is defined there; with `backend`, without the
+    kernels of other backends. None if there is no such folder."""
+    return _sha_of(decisive_code(folder, package, backend), package)
+
+
+def ranks_sha(folder: str, package: Path = PACKAGE) -> str | None:
+    """The same with the code that several ranks share a call by. None if the folder has none: it changes no
+    number of a single process, so only checks of ranks depend on it."""
+    if not any(_of_ranks(path) for path in (package / "ops" / folder).glob("*.py")):
+        return None
+    return _sha_of(decisive_code(folder, package, ranks=True), package)
+
+
+def _sha_of(used: Used, package: Path) -> str | None:
     files = tuple((path, path.read_text(), tuple(sorted(chosen))) for path, chosen in sorted(used.items()))
     return _digest(files, package) if files else None
 
@@ -105,7 +117,7 @@ def _reference(
         if (path, name) not in owners:
             return name
         part = owners[path, name]
-        if not part.imports:
+        if not isinstance(part.node, ast.Import | ast.ImportFrom):  # a function may import something, too
             return ("name", path, name)
         (target,) = part.imports
         if target[0].split(".")[0] != package.name:
@@ -132,16 +144,22 @@ def _module_file(
 
 def compiled_backends(folder: str, package: Path = PACKAGE) -> list[str]:
     """The backends that have kernels in a folder: hopper for kernels_hopper.py and kernels_hopper_bwd.py."""
-    return sorted({path.stem.split("_")[1] for path in (package / "ops" / folder).glob("kernels_*.py")})
+    return sorted(_backends_in(package / "ops" / folder))
 
 
-def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = None) -> Used:
-    """The code that `kernel_sha` hashes. An op that uses another op includes its whole folder, because that
-    op imports its kernels only when they are called."""
+def _backends_in(folder: Path) -> set[str]:
+    return {path.stem.split("_")[1] for path in folder.glob("kernels_*.py")}
+
+
+def decisive_code(
+    folder: str, package: Path = PACKAGE, backend: str | None = None, ranks: bool = False
+) -> Used:
+    """The code that `kernel_sha` hashes, or `ranks_sha`. An op that uses another op includes its whole
+    folder, because that op imports its kernels only when they are called."""
     own = package / "ops" / folder
     found: Used = {}
     parts_of: dict[Path, list[_Part]] = {}  # each file is read once, and asked for many names
-    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend)]
+    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend, ranks)]
     seen = set(pending)
     while pending:
         path, name = pending.pop()
@@ -150,7 +168,7 @@ def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = No
             parts_of[path] = _parts_of(path.read_text())
             if path.name == "op.py" and path.parent.parent == package / "ops":
                 only = backend if path.parent == own else None
-                new += [(each, None) for each in _deciding(path.parent, only)]
+                new += [(each, None) for each in _deciding(path.parent, only, ranks)]
         parts, mine = parts_of[path], found.setdefault(path, set())
         wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
         for i in wanted - mine:
@@ -165,11 +183,30 @@ def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = No
     return {path: chosen for path, chosen in found.items() if chosen}
 
 
-def _deciding(folder: Path, backend: str | None) -> list[Path]:
-    names = (
-        f"kernels_{backend}*.py" if backend and name.startswith("kernels_") else name for name in _DECIDES
-    )
-    return [path for name in names for path in folder.glob(name)]
+def _deciding(folder: Path, backend: str | None, ranks: bool) -> list[Path]:
+    """The files of an op's folder that determine its numbers; with `backend`, without those that have another
+    one's name in theirs: not kernels_triton_bwd.py or plans_triton.py, if it is hopper."""
+    others = _backends_in(folder) - {backend} if backend else set()
+    return [
+        path for path in folder.glob("*.py")
+        if not path.stem.startswith(_DECIDES_NOTHING) and others.isdisjoint(path.stem.split("_"))
+        and (ranks or not _of_ranks(path))
+    ]  # fmt: skip
+
+
+def _of_ranks(path: Path) -> bool:
+    """Whether a file of an op's folder is about ranks: it uses `isobit.ranks`, or another such file. The
+    declaration is not, though it may name one."""
+    package, pending, seen = path.parents[2], [path], set[Path]()
+    while pending:
+        each = pending.pop()
+        if each.parent == package / "ranks":
+            return True
+        if each.name != "op.py" and each.parents[1] == package / "ops" and each not in seen:
+            seen.add(each)
+            targets = {target for part in _parts_of(each.read_text()) for target in part.imports}
+            pending += [found for target in targets for found, _ in _resolved(target, package)]
+    return False
 
 
 def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:

@@ -11,20 +11,24 @@ from typing import Any
 import torch
 import triton
 
-from isobit.check.source_hash import PACKAGE, compiled_backends, kernel_sha
+from isobit.check.source_hash import PACKAGE, compiled_backends, kernel_sha, ranks_sha
 
 
-def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = ()) -> dict[str, Any]:
+def stamp(
+    device: torch.device, commit: str | None = None, ops: Iterable[str] = (), with_ranks: bool = False
+) -> dict[str, Any]:
     """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
     matched to its source even without git; `commit` names it there, or ISOBIT_COMMIT in the environment.
     `kernels` hashes the code that determines the numbers of each of these folders of ops, so that other
-    changes do not make a result stale; `backends` does it for each backend alone."""
+    changes do not make a result stale; `backends` does it for each backend alone. `with_ranks` adds `ranks`,
+    for results that depend on how several ranks compute: hashes of that code, of folders that have such."""
     folders = sorted(set(ops))
     kernels = {folder: kernel_sha(folder) for folder in folders}
     backends = {
         folder: {name: kernel_sha(folder, backend=name) for name in compiled_backends(folder)}
         for folder in folders
     }
+    shared = {folder: sha for folder in folders if with_ranks and (sha := ranks_sha(folder)) is not None}
     return {
         "gpu": gpu_name(device),
         "driver": _driver(device),
@@ -35,6 +39,7 @@ def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = 
         "source_sha": source_sha(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **({"kernels": kernels, "backends": backends} if folders else {}),
+        **({"ranks": shared} if shared else {}),
     }
 
 
@@ -50,7 +55,10 @@ def why_stale(stamp: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()) 
         folder for folder, sha in stamp["kernels"].items()
         if kernel_sha(folder) != sha and not _unchanged(folder, timed, stamp.get("backends", {}))
     ]  # fmt: skip
-    return f"the kernels of {', '.join(changed)} have changed since {stamp['commit']}" if changed else None
+    if changed:
+        return f"the kernels of {', '.join(changed)} have changed since {stamp['commit']}"
+    shared = [folder for folder, sha in stamp.get("ranks", {}).items() if ranks_sha(folder) != sha]
+    return f"how ranks compute {', '.join(shared)} has changed since {stamp['commit']}" if shared else None
 
 
 def _unchanged(folder: str, backends: set[str | None], known: Mapping[str, Mapping[str, str]]) -> bool:

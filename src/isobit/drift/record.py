@@ -33,6 +33,8 @@ def kind_of(module: nn.Module) -> str:
     name = type(module).__name__.lower()
     if _is_quantised(module):
         return "quantised"
+    if "router" in name:
+        return "router"
     gpt2_linear = name == "conv1d" and hasattr(module, "nf")
     if isinstance(module, nn.Linear) or name.endswith("linear") or gpt2_linear:
         return "linear"
@@ -57,7 +59,8 @@ def _is_quantised(module: nn.Module) -> bool:
 
 #: Kinds that compute each token from that token alone. Others may read those before it.
 TOKEN_BY_TOKEN = (
-    "linear", "embedding", "rope", "norm", "layer norm", "quantised", "identity", "activation", "attention"
+    "linear", "router", "embedding", "rope", "norm", "layer norm", "quantised", "identity", "activation",
+    "attention",
 )  # fmt: skip
 
 

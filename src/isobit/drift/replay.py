@@ -21,7 +21,7 @@ from isobit.drift.where import Found, Where
 MEMORY = 256 << 20
 
 #: Kinds whose inputs are numbers that change. Others get ids and positions.
-REPLAYED = ("linear", "norm", "layer norm", "quantised", "activation", "attention", "other")
+REPLAYED = ("linear", "router", "norm", "layer norm", "quantised", "activation", "attention", "other")
 
 
 class Kept(Watcher):

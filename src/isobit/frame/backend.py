@@ -125,7 +125,7 @@ class Explanation:
         lines = [f"{self.op}: {self.backend or 'no backend'} (numerics {self.numerics})"]
         width = max(10, *map(len, self.reasons))
         for name, reason in self.reasons.items():
-            mark = "serves this call" if name == self.backend else (reason or "can serve; a faster one does")
+            mark = "serves this call" if name == self.backend else (reason or "can serve; one above it does")
             lines.append(f"  {name:{width}s} {mark}")
         return "\n".join(lines)
 

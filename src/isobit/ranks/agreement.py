@@ -32,6 +32,11 @@ def agree(
     With validate=None that is done in every call on CPU tensors and with ISOBIT_VALIDATE=1, elsewhere at the
     first call of its kind: reading the answer is a host sync. validate=True does it in every call, and
     validate=False in none. In a CUDA graph that is being captured nothing is exchanged.
+
+    What ranks have agreed about is the same set on all of them, since they add to it together. If later one
+    of them makes another call than the others, nothing notices it. If its call is new, it waits with its hash
+    for ranks that exchange tensors. If both calls are known, tensors of two calls meet: that is a hang, or
+    wrong numbers where their sizes in bytes are equal.
     """
     if not _asks(group, call, device, validate):
         return

@@ -54,7 +54,7 @@ class Processes(Group):
             return t[None]
         given = t.contiguous()
         out = given.new_empty((self.size * given.numel(),))
-        self._run("all_gather_into_tensor", t, out, given.view(-1))
+        self._run(_all_gather(), t, out, given.view(-1))
         return out.view(self.size, *t.shape)
 
     def all_to_all(self, t: Tensor) -> Tensor:
@@ -113,6 +113,13 @@ class Alone(Group):
 
 #: The group of a call without one.
 ALONE = Alone()
+
+
+def _all_gather() -> str:
+    """Torch 2.13 has another name for it, and warns of the old one."""
+    import torch.distributed as dist
+
+    return "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def _backend_of(group: Any) -> Any:

@@ -39,9 +39,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "PRODUCER_REGISTERS", "ROWS", "Pipe", "TensorDescriptor", "accumulator_layout", "after",
-    "fence_async_shared", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "kernel", "load_tiles",
-    "mbarrier", "put_tile", "record", "reinterpreted", "tma", "tma_load", "tma_store", "triton_kernel",
-    "warpgroup_mma", "warpgroup_mma_wait",
+    "fence_async_shared", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "kernel", "last_start",
+    "load_operand", "load_tiles", "mbarrier", "put_tile", "record", "reinterpreted", "tile_at", "tma",
+    "tma_load", "tma_store", "triton_kernel", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # Triton 3.9 has other names for these than 3.6 and 3.7.
@@ -111,7 +111,7 @@ def put_tile(
 
 
 @gluon.jit
-def _item(t, tiles_m, spans, GROUP: gl.constexpr):
+def tile_at(t, tiles_m, spans, GROUP: gl.constexpr):
     """Item t as (row of tiles, span). Spans are visited in bands of GROUP rows, so that programs that run at
     the same time share operands in L2."""
     band = GROUP * spans
@@ -139,7 +139,7 @@ def after(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _last_start(size, LENGTH: gl.constexpr, BY_K: gl.constexpr):
+def last_start(size, LENGTH: gl.constexpr, BY_K: gl.constexpr):
     """Where the last LENGTH of `size` rows or columns begin. If they are contiguous in memory, at a multiple
     of 16 bytes: TMA starts at no other place, so up to 7 of them may be outside."""
     start = gl.maximum(size - LENGTH, 0)
@@ -157,7 +157,7 @@ def _ring(desc, STAGES: gl.constexpr, BY_LEAF: gl.constexpr):
 
 
 @gluon.jit
-def _load(desc, leaf, first, k, bar, buffer, BY_K: gl.constexpr, BY_LEAF: gl.constexpr):
+def load_operand(desc, leaf, first, k, bar, buffer, BY_K: gl.constexpr, BY_LEAF: gl.constexpr):
     """Load an operand's part of a step: from row or column `first` on, and from k on."""
     if BY_LEAF:
         buffer = reinterpreted(buffer, desc.dtype, desc.block_type.shape, desc.layout)
@@ -275,9 +275,9 @@ class Pipe:
         a fixed stride, get about the same number of tiles.
         """
         if self.BY_COLUMNS:
-            span, m = _item(t, self.spans, self.tiles_m, self.GROUP)
+            span, m = tile_at(t, self.spans, self.tiles_m, self.GROUP)
         else:
-            m, span = _item(t, self.tiles_m, self.spans, self.GROUP)
+            m, span = tile_at(t, self.tiles_m, self.spans, self.GROUP)
         first, end = span, span + 1  # for SPANS = 0, where span * tiles_n might overflow 32 bits
         if self.SHARDED:
             shard, at = span // self.SPANS, span % self.SPANS
@@ -393,7 +393,7 @@ class Pipe:
         """The first of the 64 rows of a part."""
         row = part * ROWS
         if self.OVERLAP:
-            row = gl.minimum(row, _last_start(self.M, ROWS, self.A_BY_K))
+            row = gl.minimum(row, last_start(self.M, ROWS, self.A_BY_K))
         return row
 
     @gluon.jit
@@ -404,7 +404,7 @@ class Pipe:
             shard = n // self.shard_tiles
             column = shard * self.shard_columns + (n - shard * self.shard_tiles) * self.COLUMNS
         if self.OVERLAP:
-            column = gl.minimum(column, _last_start(self.N, self.COLUMNS, self.B_BY_K))
+            column = gl.minimum(column, last_start(self.N, self.COLUMNS, self.B_BY_K))
         return column
 
     @gluon.jit
@@ -441,12 +441,12 @@ class Pipe:
         mbarrier.expect(bar, bytes_per_stage)
         for w in gl.static_range(self.CONSUMERS):
             a = self.a_ring.index(stage * self.CONSUMERS + w)
-            _load(self.a_desc, leaf, rows[w], k, bar, a, self.A_BY_K, self.BY_LEAF)
-        _load(self.b_desc, leaf, column, k, bar, self.b_ring.index(stage), self.B_BY_K, self.BY_LEAF)
+            load_operand(self.a_desc, leaf, rows[w], k, bar, a, self.A_BY_K, self.BY_LEAF)
+        load_operand(self.b_desc, leaf, column, k, bar, self.b_ring.index(stage), self.B_BY_K, self.BY_LEAF)
         if self.REST:
             column += self.COLUMNS - self.REST
             rest = self.rest_ring.index(stage)
-            _load(self.rest_desc, leaf, column, k, bar, rest, self.B_BY_K, self.BY_LEAF)
+            load_operand(self.rest_desc, leaf, column, k, bar, rest, self.B_BY_K, self.BY_LEAF)
         return after(stage, phase, self.STAGES)
 
 

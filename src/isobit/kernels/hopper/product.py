@@ -133,6 +133,27 @@ class Output:
             gl.store(self.out + self.offsets(i, j), values, mask=self.inside(i, j))
 
 
+@gluon.jit
+def outputs(
+    pipe, out, ld, M, N, bias, desc, rest_desc, LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
+    SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
+    """One for each accumulator of a tile: its first columns, and the REST of them; twice the same if there
+    is no REST."""
+    WIDE: gl.constexpr = pipe.COLUMNS - pipe.REST
+    output = Output.create(
+        pipe, out, ld, M, N, bias, desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
+        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
+    )  # fmt: skip
+    rest = output
+    if pipe.REST:
+        rest = Output.create(
+            pipe, out, ld, M, N, bias, rest_desc, OFFSET=WIDE, COLUMNS=pipe.REST, LAYOUT=LAYOUT_REST,
+            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
+        )  # fmt: skip
+    return output, rest
+
+
 @record
 class Start:
     """The initial value of sums, loaded while the first segment is computed, through the buffers that the

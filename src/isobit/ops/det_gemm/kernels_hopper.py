@@ -32,7 +32,7 @@ from isobit.kernels.hopper.pipeline import (
     load_tiles,
     tma,
 )
-from isobit.kernels.hopper.product import Output, pack, sum_into
+from isobit.kernels.hopper.product import outputs, pack, sum_into
 from isobit.kernels.hopper.tiles import Tile, fitted, microseconds, tiles_of
 from isobit.kernels.host.token_stream import Stream
 from isobit.kernels.triton.tiles import ones_kernel
@@ -152,17 +152,9 @@ def product_kernel(
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
         BY_COLUMNS=SWAPPED, OVERLAP=True,
     )  # fmt: skip
-    WIDE: gl.constexpr = COLUMNS - REST
-    output = Output.create(
-        pipe, out, ld, M, N, bias, out_desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
-        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-    )  # fmt: skip
-    output_rest = output
-    if REST:
-        output_rest = Output.create(
-            pipe, out, ld, M, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
-            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-        )  # fmt: skip
+    output, output_rest = outputs(
+        pipe, out, ld, M, N, bias, out_desc, out_rest_desc, LAYOUT, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
+    )
     # With launch_pdl a kernel may start when all programs of the one before it have loaded what they need. So
     # nothing is read or written before that one is complete: not an input that it writes, and not the output,
     # whose memory it may still be reading. Every program waits, so a kernel that is complete was preceded by

@@ -29,20 +29,20 @@ from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
     Pipe,
-    _item,
-    _last_start,
     after,
     gdc_launch_dependents,
     gdc_wait,
     gl,
     gluon,
     kernel,
+    last_start,
     mbarrier,
     record,
+    tile_at,
     tma,
     warpgroup_mma_wait,
 )
-from isobit.kernels.hopper.product import Output
+from isobit.kernels.hopper.product import outputs
 from isobit.numerics import LEAVES
 from isobit.ops.det_gemm.kernels_hopper import (
     finish,
@@ -259,17 +259,9 @@ def tree_kernel(
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
         BY_COLUMNS=SWAPPED, OVERLAP=True, BY_LEAF=True,
     )  # fmt: skip
-    WIDE: gl.constexpr = COLUMNS - REST
-    output = Output.create(
-        pipe, out, ld, M, N, bias, out_desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
-        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-    )  # fmt: skip
-    output_rest = output
-    if REST:
-        output_rest = Output.create(
-            pipe, out, ld, M, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
-            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-        )  # fmt: skip
+    output, output_rest = outputs(
+        pipe, out, ld, M, N, bias, out_desc, out_rest_desc, LAYOUT, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
+    )
     waiting = Waiting.create(pipe, output, output_rest, WHOLE and TOTAL == 8)
     gdc_wait()  # before anything is read or written: see `product_kernel`
     if CONSUMERS == 1:
@@ -306,12 +298,12 @@ def fold_kernel(
     at = gl.arange(0, FOLDED, gl.BlockedLayout([8 if EIGHTS else 4], [32], [4], [0]))
     total = _folded(parts + t.to(gl.int64) * (PARTS * per_tile) + begin, at, per_tile, 0, PARTS)
     if SWAPPED:
-        n, m = _item(first + t, tiles_n, tiles_m, GROUP)
+        n, m = tile_at(first + t, tiles_n, tiles_m, GROUP)
     else:
-        m, n = _item(first + t, tiles_m, tiles_n, GROUP)
+        m, n = tile_at(first + t, tiles_m, tiles_n, GROUP)
     # As in `Pipe`: the last tile ends where the output does.
-    row = gl.minimum((m * CONSUMERS + begin // size) * ROWS, _last_start(M, ROWS, A_BY_K))
-    column = gl.minimum(n * COLUMNS, _last_start(N, COLUMNS, B_BY_K)) + begin % size // ROWS
+    row = gl.minimum((m * CONSUMERS + begin // size) * ROWS, last_start(M, ROWS, A_BY_K))
+    column = gl.minimum(n * COLUMNS, last_start(N, COLUMNS, B_BY_K)) + begin % size // ROWS
     i = row + at // 8 % ROWS
     if EIGHTS:
         eight = column // 8 + at // (8 * ROWS)

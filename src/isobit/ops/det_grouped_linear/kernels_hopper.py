@@ -25,8 +25,6 @@ from isobit.kernels.hopper.pipeline import (
     ROWS,
     Pipe,
     TensorDescriptor,
-    _item,
-    _load,
     accumulator_layout,
     after,
     fence_async_shared,
@@ -35,12 +33,14 @@ from isobit.kernels.hopper.pipeline import (
     gl,
     gluon,
     kernel,
+    load_operand,
     mbarrier,
     record,
+    tile_at,
     tma,
     tma_store,
 )
-from isobit.kernels.hopper.product import Output
+from isobit.kernels.hopper.product import outputs
 from isobit.kernels.hopper.tiles import Tile
 from isobit.ops.det_gemm.kernels_hopper import ones
 from isobit.ops.det_grouped_linear.kernels_hopper_bwd import token_product, why_not_token_product
@@ -78,7 +78,7 @@ class Groups:
         begun = gl.load(at + 1)
         first = gl.load(at + 2)
         end = gl.load(at + 3)
-        i, j = _item(t - begun * self.tiles, gl.cdiv(end - first, self.TOKENS), self.tiles, GROUP)
+        i, j = tile_at(t - begun * self.tiles, gl.cdiv(end - first, self.TOKENS), self.tiles, GROUP)
         return expert, first + i * self.TOKENS, end, j, gl.where(expert < self.E, self.steps, 1)
 
     @gluon.jit
@@ -101,18 +101,18 @@ class Groups:
             a = pipe.a_ring.index(stage * pipe.CONSUMERS + w)
             if self.SWAPPED:
                 at = pipe.row(j * pipe.CONSUMERS + w)
-                _load(pipe.a_desc, expert, at, k, bar, a, pipe.A_BY_K, True)
+                load_operand(pipe.a_desc, expert, at, k, bar, a, pipe.A_BY_K, True)
             else:
-                _load(pipe.a_desc, outside, row + w * ROWS, k, bar, a, pipe.A_BY_K, True)
+                load_operand(pipe.a_desc, outside, row + w * ROWS, k, bar, a, pipe.A_BY_K, True)
         if self.SWAPPED:
-            _load(pipe.b_desc, outside, row, k, bar, b, pipe.B_BY_K, True)
+            load_operand(pipe.b_desc, outside, row, k, bar, b, pipe.B_BY_K, True)
             if pipe.REST:
-                _load(pipe.rest_desc, outside, row + WIDE, k, bar, rest, pipe.B_BY_K, True)
+                load_operand(pipe.rest_desc, outside, row + WIDE, k, bar, rest, pipe.B_BY_K, True)
         else:
             column = pipe.column(j)
-            _load(pipe.b_desc, expert, column, k, bar, b, pipe.B_BY_K, True)
+            load_operand(pipe.b_desc, expert, column, k, bar, b, pipe.B_BY_K, True)
             if pipe.REST:
-                _load(pipe.rest_desc, expert, column + WIDE, k, bar, rest, pipe.B_BY_K, True)
+                load_operand(pipe.rest_desc, expert, column + WIDE, k, bar, rest, pipe.B_BY_K, True)
         return after(stage, phase, pipe.STAGES)
 
 
@@ -250,17 +250,9 @@ def grouped_kernel(
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
         OVERLAP=True, BY_LEAF=True,
     )  # fmt: skip
-    WIDE: gl.constexpr = COLUMNS - REST
-    output = Output.create(
-        pipe, out, N, N, N, bias, out_desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
-        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-    )  # fmt: skip
-    output_rest = output
-    if REST:
-        output_rest = Output.create(
-            pipe, out, N, N, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
-            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
-        )  # fmt: skip
+    output, output_rest = outputs(
+        pipe, out, N, N, N, bias, out_desc, out_rest_desc, LAYOUT, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
+    )
     TOKENS: gl.constexpr = COLUMNS if SWAPPED else CONSUMERS * ROWS
     OTHER: gl.constexpr = CONSUMERS * ROWS if SWAPPED else COLUMNS
     groups = Groups(table, E, gl.cdiv(N, OTHER), steps, TOKENS, SWAPPED)

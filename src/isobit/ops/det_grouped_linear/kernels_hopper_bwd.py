@@ -20,8 +20,6 @@ from isobit.kernels.hopper.descriptors import aligned_for_tma, descriptor, matri
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     Pipe,
-    _item,
-    _load,
     accumulator_layout,
     after,
     gdc_launch_dependents,
@@ -29,9 +27,11 @@ from isobit.kernels.hopper.pipeline import (
     gl,
     gluon,
     kernel,
+    load_operand,
     mbarrier,
     put_tile,
     record,
+    tile_at,
     tma,
 )
 from isobit.kernels.hopper.product import SEGMENT_ROWS, Output, choose_sum_tile
@@ -64,7 +64,7 @@ class Sums:
     def item(self, pipe, t):
         """(expert, row of tiles, tile of columns, first row, rows) of item t."""
         expert = t // self.tiles
-        m, n = _item(t % self.tiles, pipe.tiles_m, pipe.tiles_n, pipe.GROUP)
+        m, n = tile_at(t % self.tiles, pipe.tiles_m, pipe.tiles_n, pipe.GROUP)
         first = gl.load(self.bounds + expert * 2)
         end = gl.load(self.bounds + expert * 2 + 1)
         return expert, m, n, first, end - first
@@ -89,13 +89,13 @@ class Sums:
             a = pipe.a_ring.index(stage * pipe.CONSUMERS + w)
             row = pipe.row(m * pipe.CONSUMERS + w)
             if whole:
-                _load(pipe.a_desc, 0, row, first + step * pipe.STEP, bar, a, False, False)
+                load_operand(pipe.a_desc, 0, row, first + step * pipe.STEP, bar, a, False, False)
             else:
-                _load(self.a_tails, 0, row, expert * pipe.STEP, bar, a, False, False)
+                load_operand(self.a_tails, 0, row, expert * pipe.STEP, bar, a, False, False)
         if whole:
-            _load(pipe.b_desc, 0, column, first + step * pipe.STEP, bar, b, False, False)
+            load_operand(pipe.b_desc, 0, column, first + step * pipe.STEP, bar, b, False, False)
         else:
-            _load(self.b_tails, 0, column, expert * pipe.STEP, bar, b, False, False)
+            load_operand(self.b_tails, 0, column, expert * pipe.STEP, bar, b, False, False)
         return after(stage, phase, pipe.STAGES)
 
 

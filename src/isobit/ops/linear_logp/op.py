@@ -383,7 +383,7 @@ def is_not_padded(args: dict[str, Any]) -> str | None:
     """Why a call that names no class does not get one with shards."""
     if args["padded_vocab"] is not None:
         return None
-    return "classes with shards serve calls with padded_vocab or with their name"
+    return "a class for a vocabulary that ranks share: request it by padded_vocab= or numerics="
 
 
 def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:

@@ -107,7 +107,7 @@ def swiglu(launch: Launch = run, **args: Any) -> Tensor:
     lead, D = gate.shape[:-1], gate.shape[-1]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows = rows_in_words(lead, (gate, up), D)
-    grid, tiles = _tiles(lead, D)
+    grid, tiles = launch_tiles(lead, D)
     launch(
         gate_rows, grid,
         *rows.tensors, out, rows.inner, *rows.strides,
@@ -122,7 +122,7 @@ def swiglu_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tensor
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if args["want_gate"] else None
     dup = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if args["want_up"] else None
     rows = rows_in_words(lead, (gate, up, dout), D)
-    grid, tiles = _tiles(lead, D)
+    grid, tiles = launch_tiles(lead, D)
     launch(
         gate_rows_bwd, grid,
         *rows.tensors, dgate, dup, rows.inner, *rows.strides,
@@ -131,7 +131,7 @@ def swiglu_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tensor
     return dgate, dup
 
 
-def _tiles(lead: torch.Size, D: int) -> tuple[tuple[int], dict[str, int]]:
+def launch_tiles(lead: torch.Size, D: int) -> tuple[tuple[int], dict[str, int]]:
     """The grid, and how many columns a program takes."""
     block = min(BLOCK, triton.next_power_of_2(max(D, 1)))
     chunks = triton.cdiv(D, block)

@@ -16,7 +16,7 @@ from isobit.frame.launch import Launch, run
 from isobit.kernels.host.words import rows_in_words
 from isobit.kernels.triton.interpreter import rounded
 from isobit.kernels.triton.rows import row_offset
-from isobit.ops.swiglu.kernels_triton import _tiles, exp, load, product, store
+from isobit.ops.swiglu.kernels_triton import exp, launch_tiles, load, product, store
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def swiglu_packed(launch: Launch = run, **args: Any) -> Tensor:
     lead, D = gate_up.shape[:-1], gate_up.shape[-1] // 2
     out = torch.empty(*lead, D, dtype=gate_up.dtype, device=gate_up.device)
     rows = rows_in_words(lead, (gate_up,), D)
-    grid, tiles = _tiles(lead, D)
+    grid, tiles = launch_tiles(lead, D)
     launch(
         packed_rows, grid, *rows.tensors, out, *_numbers(args), rows.inner, *rows.strides, **tiles,
         **_kind(args), WORD=rows.word, num_warps=4, enable_fp_fusion=False,
@@ -132,7 +132,7 @@ def swiglu_packed_bwd(launch: Launch = run, **args: Any) -> Tensor:
     lead, D = gate_up.shape[:-1], gate_up.shape[-1] // 2
     dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     rows = rows_in_words(lead, (gate_up, dout), D)
-    grid, tiles = _tiles(lead, D)
+    grid, tiles = launch_tiles(lead, D)
     launch(
         packed_rows_bwd, grid, *rows.tensors, dgate_up, *_numbers(args), rows.inner, *rows.strides, **tiles,
         **_kind(args), WORD=rows.word, num_warps=4, enable_fp_fusion=False,
