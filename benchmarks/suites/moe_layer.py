@@ -41,6 +41,7 @@ from isobit.spec.truth import spread_evenly
 BASELINE, EAGER = "transformers.grouped_mm", "transformers.eager"
 
 DIRECTIONS = ("fwd", "fwd_bwd")
+WORDS = {"fwd": "forward", "fwd_bwd": "training"}
 INPUTS = ("x", "router", "gate_up", "down")
 
 #: (E, k, D, F): experts, those of a token, columns of a token, columns between the products.
@@ -54,7 +55,7 @@ TOKENS = (256, 4096, 16384, 32768)
 
 #: Numbers of tokens of calls with new sizes, and the usual number next to which they are timed.
 USUAL, NEW_TOKENS = 768, range(513, 1024)
-assert len(NEW_TOKENS) - 1 >= len(DIRECTIONS) * ONCE_CALLS
+assert len(NEW_TOKENS) - 1 >= ONCE_CALLS
 
 #: The most that a call with a new number of tokens may take the host, as a multiple of a usual one.
 NEW_MOST = 2.0
@@ -252,20 +253,24 @@ def _case(N: int, E: int, k: int, D: int, columns: int) -> Case:
     return Case({"N": N, "E": E, "k": k, "D": D, "F": columns}, torch.bfloat16, data="random")
 
 
-def _series(name: str, sizes: tuple[int, int, int, int], new: bool) -> Series:
+def _series(name: str, direction: str, sizes: tuple[int, int, int, int], new: bool) -> Series:
+    """A table shows one direction, so each has a series."""
     cases = [_case(N, *sizes) for N in (TOKENS if not new else sorted((*TOKENS, USUAL)))]
+    core = [case for case in cases if case.dims["N"] in (USUAL, 4096)]
     return Series(
-        op=None, name=name, cases=cases, core=[case for case in cases if case.dims["N"] in (USUAL, 4096)],
+        op=None, name=f"{name}-{WORDS[direction]}", cases=cases, core=core,
         small=[_case(24, 4, 2, 64, 32)], make=_make, call=layer, cost=cost, judge=judge, rivals=RIVALS,
-        inputs=INPUTS, directions=DIRECTIONS, new=_new if new else lambda case, pool: [],
+        inputs=INPUTS, directions=(direction,), new=_new if new else lambda case, pool: [],
         needs=("det_linear", "route", "spread", "det_grouped_linear", "swiglu_packed", "combine"),
         shared=lambda case: (*list(case.dims.values())[1:], case.dtype), against=BASELINE, copy=False,
-        about="a layer of a mixture of experts, N tokens",
+        about=f"a layer of a mixture of experts, N tokens, {direction}",
     )  # fmt: skip
 
 
 SERIES: Sequence[Series] = tuple(
-    _series(name, sizes, new=name == "qwen3-30b-a3b") for name, sizes in MODELS.items()
+    _series(name, direction, sizes, new=name == "qwen3-30b-a3b")
+    for name, sizes in MODELS.items()
+    for direction in DIRECTIONS
 )
 
 
@@ -277,18 +282,17 @@ def _in(direction: str) -> Callable[[Cell], bool]:
 
 
 def _next_to(rival: str) -> list[Goal]:
-    words = {"fwd": "forward", "fwd_bwd": "forward and backward"}
     faster: Any = partial(Goal, mean=1.15, against=rival)
-    return [faster(f"{what}, next to {rival}", _in(direction)) for direction, what in words.items()]
+    return [faster(f"{WORDS[d]}, next to {rival}", _in(d)) for d in DIRECTIONS]
 
 
 GOALS = (
     *_next_to(BASELINE),
     *_next_to(EAGER),
-    Goal("memory of forward and backward", _in("fwd_bwd"), most=0.999, against=BASELINE, figure="peak_mb"),
-    Goal("memory of forward", _in("fwd"), most=0.999, against=BASELINE, figure="peak_mb"),
+    Goal("memory, training", _in("fwd_bwd"), most=0.999, against=BASELINE, figure="peak_mb"),
+    Goal("memory, forward", _in("fwd"), most=0.999, against=BASELINE, figure="peak_mb"),
     Goal("host time, forward", _in("fwd"), most=1.0, against=BASELINE, figure="host_us"),
-    Goal("host time, forward and backward", _in("fwd_bwd"), most=1.0, against=BASELINE, figure="host_us"),
+    Goal("host time, training", _in("fwd_bwd"), most=1.0, against=BASELINE, figure="host_us"),
     Goal("host time with a new number of tokens", lambda cell: True, most=NEW_MOST, against="isobit",
          figure="host_us", impl="isobit:new"),
 )  # fmt: skip

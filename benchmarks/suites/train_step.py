@@ -132,7 +132,7 @@ TINY = {
 }  # fmt: skip
 
 
-def shrunk(config: Config, **sizes: int) -> Config:
+def shrunk(config: Config, **sizes: Any) -> Config:
     """A model of that kind for a CPU."""
     more = {name: TINY.get(name, value) for name, value in config.more.items()}
     return replace(config, vocab_size=256, hidden_size=64, num_hidden_layers=2, more=more, **sizes)
@@ -350,11 +350,12 @@ EXPERTS = ("route", "spread", "det_grouped_linear", "swiglu_packed", "combine")
 
 
 def _series(name: str, config: Config) -> Series:
+    experts = EXPERTS if config.experts[0] > 1 else ()
     return Series(
         op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name, config),
         new=partial(_new, name, config), call=whole, variants={"head": head}, cost=partial(cost, config),
         judge=agreement, rivals={"plain": Rival("plain", plain, directions=None)}, directions=("fwd_bwd",),
-        needs=("linear_logp", "det_linear", *(EXPERTS if config.experts[0] > 1 else ())), imports=("transformers",), step=True, against="plain",
+        needs=("linear_logp", "det_linear", *experts), imports=("transformers",), step=True, against="plain",
         about="a training step with isobit's linear layers and head",
         copy=False, shared=lambda case: (name, case.dtype), rehearse=(partial(rehearse, name, config),),
     )  # fmt: skip
