@@ -1,5 +1,5 @@
-"""A stub of the layers of experts of vLLM 0.26: the classes and attributes that isobit looks at, and a forward
-with the roundings of its fused kernel, which are not those of transformers."""
+"""A stub of the layers of experts of vLLM 0.26: the classes and attributes that isobit looks at, and a
+forward with the roundings of its fused kernel, which are not those of transformers."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -52,7 +52,9 @@ class RoutedExperts(nn.Module):
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.w13_weight, self.w2_weight = (nn.Parameter(t.clone(), requires_grad=False) for t in (gate_up, down))
+        self.w13_weight, self.w2_weight = (
+            nn.Parameter(t.clone(), requires_grad=False) for t in (gate_up, down)
+        )
         self.local_num_experts = self.global_num_experts = len(down)
         self.quant_method = UnquantizedFusedMoEMethod()
 

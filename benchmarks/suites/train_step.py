@@ -67,7 +67,7 @@ class Config:
     num_key_value_heads: int
     tie_word_embeddings: bool
     rope_theta: float
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
     attention: str = "sdpa"
 
     @property
