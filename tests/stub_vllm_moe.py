@@ -106,6 +106,10 @@ class MixtralMoE(Block):
     __module__ = "vllm.model_executor.models.mixtral"
 
 
+class OlmoeMoE(Block):
+    __module__ = "vllm.model_executor.models.olmoe"
+
+
 def contents() -> dict[str, dict[str, Any]]:
     """By module."""
     return {

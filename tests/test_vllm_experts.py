@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[type[moe.Block], dict[str, Any], bool]] = {
         True,
     ),
     "Mixtral": (moe.MixtralMoE, {"num_local_experts": 4, "num_experts_per_tok": 2}, True),
+    "Olmoe": (moe.OlmoeMoE, {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}, False),
 }
 
 
@@ -50,6 +51,13 @@ class Qwen3MoeForCausalLM(stub.Qwen3ForCausalLM):
 
 class MixtralForCausalLM(Qwen3MoeForCausalLM):
     pass
+
+
+class OlmoeForCausalLM(Qwen3MoeForCausalLM):
+    pass
+
+
+ENGINES = {"Qwen3Moe": Qwen3MoeForCausalLM, "Mixtral": MixtralForCausalLM, "Olmoe": OlmoeForCausalLM}
 
 
 def block_of(kind: type[moe.Block], theirs: Any, normalize: bool) -> moe.Block:
@@ -97,7 +105,7 @@ def test_log_probabilities_are_those_of_the_trainer(engine: dict[str, ModuleType
         wanted = torch.cat([logps(model, ids, []) for ids in rows])
         control = torch.cat([logps(model, ids, list(blocks)) for ids in rows])
         with vllm.enable() as on:
-            loaded((Qwen3MoeForCausalLM if "Qwen" in family else MixtralForCausalLM)(*blocks))
+            loaded(ENGINES[family](*blocks))
         served = torch.cat([logps(model, ids, [in_pieces(b) for b in blocks]) for ids in rows])
     assert differing(served, wanted) == 0 and on.served == 2 * 4 * len(rows)
     assert differing(control, wanted) > len(wanted) // 2  # vLLM's own roundings
@@ -210,6 +218,19 @@ def test_what_cannot_have_the_bits_is_refused_by_name(
     with vllm.enable(), pytest.raises(vllm.VLLMError, match=re.escape(reason)) as error:
         loaded(Qwen3MoeForCausalLM(block))
     assert "layers.0: " in str(error.value)
+
+
+def test_a_config_that_vllm_does_not_read_is_refused(engine: dict[str, ModuleType]) -> None:
+    plain = {"model_type": "olmoe", "rms_norm_eps": 1e-5, "norm_topk_prob": False, "clip_qkv": None}
+    with vllm.enable():
+        loaded(OlmoeForCausalLM(a_block()), model={"hf_config": SimpleNamespace(**plain)})
+        for other, reason in (
+            ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06, and vLLM computes it with 1e-05"),
+            ({"norm_topk_prob": True}, "norm_topk_prob=True"),
+            ({"clip_qkv": 8.0}, "clip_qkv=8.0, and vLLM computes it with None"),
+        ):
+            with pytest.raises(vllm.VLLMError, match=re.escape(reason)):
+                loaded(OlmoeForCausalLM(a_block()), model={"hf_config": SimpleNamespace(**plain | other)})
 
 
 def test_a_block_of_another_model_is_refused(engine: dict[str, ModuleType]) -> None:

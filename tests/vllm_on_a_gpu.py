@@ -12,7 +12,7 @@ pieces       prompts in chunks, a cold and a warm prefix cache, a cache so small
 llama        rotary embeddings of Llama 3.1
 mistral      a window
 qwen2        biases, and a head that is the embedding
-experts      Qwen3-MoE and Mixtral, eager; Qwen3-MoE with graphs, compiled, and without isobit as a control
+experts      Qwen3-MoE, Mixtral, OLMoE; Qwen3-MoE with graphs, compiled, and without isobit: a control
 steps        three optimizer steps, whose weights are copied, copied to new addresses, and reloaded
 log_softmax  log-probabilities of rounded logits, enable(logprobs="log_softmax")
 compiled     vLLM's default: compiled pieces, and graphs of them
@@ -58,6 +58,7 @@ EXPERTS = {
         "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True
     },
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "Olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64},
 }  # fmt: skip
 
 GRAPHS = "FULL_DECODE_ONLY"

@@ -31,7 +31,11 @@ class Block(NamedTuple):
 BLOCKS = {
     ("vllm.model_executor.models.qwen3_moe", "Qwen3MoeSparseMoeBlock"): Block(narrow=True),
     ("vllm.model_executor.models.mixtral", "MixtralMoE"): Block(narrow=False),
+    ("vllm.model_executor.models.olmoe", "OlmoeMoE"): Block(narrow=True),
 }
+
+#: What vLLM's models have whatever their config says, by the kind of model, and transformers reads from it.
+FIXED = {"olmoe": {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "clip_qkv": None}}
 
 #: Backends of vLLM's unquantised experts that leave the weights as they are. On a CPU `enable` sees to it.
 AS_LOADED = ("TRITON", "BATCHED_TRITON", "CPU")
@@ -46,6 +50,13 @@ OF_EXPERTS = {
     "swiglu_limit": None, "swiglu_alpha": None, "swiglu_beta": None,
 }  # fmt: skip
 RANKS = ("tp_size", "dp_size", "pcp_size", "ep_size")
+
+
+def unlike_the_config(config: Any) -> Iterator[str]:
+    """Where vLLM computes another model than transformers does of this config of a model, or None."""
+    for name, fixed in FIXED.get(getattr(config, "model_type", ""), {}).items():
+        if (value := getattr(config, name, fixed)) != fixed:
+            yield f"the model has {name}={value}, and vLLM computes it with {fixed}"
 
 
 def block_of(module: Any) -> Block | None:

@@ -26,7 +26,7 @@ from isobit.ops.swiglu import swiglu
 #: Models whose roundings in transformers are those of rope, swiglu and rms_norm(cast="before").
 MODELS = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM",
+    "MixtralForCausalLM", "OlmoeForCausalLM",
 )  # fmt: skip
 
 #: Counts a call, by the name of what served it.
@@ -248,6 +248,7 @@ def wrong_settings(
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
+    yield from experts.unlike_the_config(getattr(config.model_config, "hf_config", None))
     mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
     if logprobs == "linear_logp" and "logits" in mode:
         yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"
