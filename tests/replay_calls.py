@@ -315,6 +315,10 @@ CALLS = {
     },
     **{f"experts, {each}": _experts(each, bias=shape(5, 96)) for each in ("hopper", "triton")},
     **{f"experts backward, {each}": _experts_bwd(each) for each in ("hopper", "triton")},
+    **{
+        f"experts backward without bias, {each}": _experts_bwd(each).but(bias_dtype=None, want_bias=False)
+        for each in ("hopper", "triton")
+    },
     **{f"experts dw, {each}": _experts_dw(each) for each in ("hopper", "triton")},
     "group_advantages": Call(
         "group_advantages", "triton", {"rewards": shape(8, dtype=F32), "samples_per_prompt": 2}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stub_vllm_moe
 import stub_vllm_v2
 from isobit.integrations.vllm import disable, switch
 from isobit.integrations.vllm import versions as v
@@ -331,7 +332,7 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         },
     }
     made: dict[str, ModuleType] = {}
-    for name, content in (contents | stub_vllm_v2.contents()).items():
+    for name, content in (contents | stub_vllm_v2.contents() | stub_vllm_moe.contents()).items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):  # packages above it
             made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))

@@ -1,6 +1,7 @@
 """The suite of vLLM's rollouts, on a CPU: with engines that a trainer stands in for, and with a stub of vLLM
 in processes of their own."""
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_a_saved_model_is_the_trainers(tmp_path: Path) -> None:
     model = suite.trainer(folder, torch.device("cpu"))
     assert model.config.max_position_embeddings == suite.ROOM and not model.training
     assert type(model.lm_head) is DetLinear and model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_model_with_experts_is_saved_and_trained() -> None:
+    name = "qwen3-30b-a3b-8-layers"
+    folder = suite.saved(suite.tiny(suite.MODELS[name]), torch.device("cpu"), torch.bfloat16, 0)
+    try:
+        model = suite.trainer(folder, torch.device("cpu"))
+    finally:
+        shutil.rmtree(folder)
+    assert {"DetExperts", "DetRouter"} < {type(module).__name__ for module in model.modules()}
+    (series, _) = (one for one in suite.SERIES if one.name == name)
+    assert "det_grouped_linear" in series.needs
+    assert "det_grouped_linear" not in suite.SERIES[0].needs
 
 
 def test_prompts_are_the_same_in_every_process() -> None:

@@ -67,6 +67,37 @@ def test_steps_of_both_kinds_are_timed(tmp_path: Path) -> None:
     ] == [False]
 
 
+@pytest.mark.parametrize("name", [suite.QWEN_MOE_NAME, suite.GPT_OSS_NAME])
+def test_models_with_experts_decode_and_train(name: str) -> None:
+    """No token and no gradient drifts, a step leaves its cache, with a window too, and a training step agrees
+    with that of the model as it is."""
+    decode, train = (one for one in suite_of("zero_drift").series if one.name == name)
+    pool = Pool(torch.device("cpu"))
+    pool.keep(decode.shared(suite.DECODE_SMALL[0]))
+    (given,) = decode.make(suite.DECODE_SMALL[0], pool)
+    step = given["ours"]
+    first, again = step.step(), step.step()
+    assert torch.equal(first, again) and step.cache.get_seq_length() == 12
+    (rival,) = decode.rivals.values()
+    assert rival.function(given)[0].shape == first.shape
+    assert given["models"].plain.config._attn_implementation == rival.name == decode.against
+    verdict = suite.judge(given).error("decode", (first, suite.OURS))
+    assert verdict.more == {"tokens": 15, "tokens_differ": 0}
+    (given,) = train.make(suite.TRAIN_SMALL[0], pool)
+    assert train.judge(given).error("fwd_bwd", train.call(given, None)) < 5e-3  # type: ignore[union-attr,operator]
+    served = {type(module).__name__ for module in given["models"].swapped.modules()}
+    experts = "DetClampedExperts" if name == suite.GPT_OSS_NAME else "DetExperts"
+    assert {"DetRouter", experts} < served and ("attention_sink" in train.needs) == ("gpt" in name)
+
+
+def test_costs_count_keys_in_a_window() -> None:
+    one, other = (
+        suite.cost(config, False, {"B": 1, "S": 4096}, torch.bfloat16)
+        for config in (suite.GPT_OSS, replace(suite.GPT_OSS, more={**suite.GPT_OSS.more, "layer_types": []}))
+    )
+    assert one.fwd_bytes - other.fwd_bytes == (4096 + 128) * 8 * 64 * 2 * 2
+
+
 def test_the_models_share_their_parameters_and_a_step_leaves_its_cache(args: dict[str, Any]) -> None:
     models = args["models"]
     assert all(a is b for a, b in zip(models.plain.parameters(), models.swapped.parameters(), strict=True))

@@ -20,7 +20,8 @@ from isobit.frame.call_plan import CallPlan
 from isobit.frame.launch import launched
 from isobit.frame.op import OPS
 from replay_calls import CALLS, by_entries_alone, differs, on_hopper
-from replay_shapes import BF16, Call, shape, tensors_of
+from replay_layers import EXPERTS
+from replay_shapes import BF16, F32, INT32, Call, Shape, shape, tensors_of
 from stub_cuda import clear, run, why_not
 from test_replay_ops import rows
 
@@ -68,7 +69,6 @@ UNTRACEABLE = {
     "gemm, triton-tree8": "len()",
     "gemm backward, triton-tree8": "len()",
     "experts backward, triton": "expand",
-    "experts backward, hopper": "Ellipsis",
     "head, shards": "a slice that is empty",
     "gated norm backward": "len()",
     "gates backward": "len()",
@@ -92,7 +92,9 @@ def without_launchers() -> Iterator[None]:
         yield
 
 
-def new_rows(name: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
+def new_rows(
+    name: str, counts: tuple[int, ...], rows: Callable[[int, Call], Call] = rows
+) -> list[dict[str, Any]]:
     """Differences of calls with new numbers of rows to ordinary ones, after two calls with another."""
     found, call = [], CALLS[name]
     with on_hopper():
@@ -119,6 +121,59 @@ def new_rows(name: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
 )  # fmt: skip
 def test_a_new_number_of_rows_has_a_plan_at_once(name: str, counts: tuple[int, ...]) -> None:
     assert run(new_rows, name, counts) == [{}] * len(counts)
+
+
+def tokens(count: int, call: Call) -> Call:
+    """The call of a layer of experts with this many tokens, which had 33: two rows for each."""
+    sizes = {33: count, 66: 2 * count}
+    return call.but(**{
+        name: shape(sizes.get(given.sizes[0], given.sizes[0]), *given.sizes[1:], dtype=given.dtype)
+        for name, given in call.given.items()
+        if isinstance(given, Shape)
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_layer_of_experts_has_plans_for_any_number_of_tokens(name: str) -> None:
+    assert run(new_rows, name, (34, 2, 40, 513), tokens) == [{}] * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["experts, hopper", "experts backward, hopper", "experts backward without bias, hopper"]
+)
+def test_products_of_experts_have_plans_for_any_number_of_rows(name: str) -> None:
+    assert run(new_rows, name, (71, 80)) == [{}] * 2
+
+
+def other_rows_than_tokens() -> tuple[list[bool], list[dict[str, Any]]]:
+    """(whether calls belong to one family: of other tokens, of other rows, of other experts of a token, of
+    one token, with tensors that disagree; differences to ordinary calls, with one row more for no token)."""
+    call, varying = CALLS["combine"], varying_in("combine")
+
+    def family_of(T: int, R: int, k: int = 2, of_weights: int | None = None) -> Any:
+        given = {"y": shape(R, 64), "weights": shape(of_weights or T, k, dtype=F32)}
+        named = call.but(**given, place=shape(T, k, dtype=INT32)).named()
+        key = cache_key_of(call.declared.bind(named), False)
+        split = None if key is None else varying.split(key)
+        return None if split is None else split[0]
+
+    first = family_of(33, 66)
+    others = [family_of(40, 80), family_of(33, 70), family_of(33, 99, 3), family_of(1, 2),
+              family_of(33, 66, of_weights=32)]  # fmt: skip
+    found = []
+    with on_hopper():
+        for name in ("combine", "combine backward", "spread backward"):
+            for count, more in ((33, 0), (33, 0), (34, 1), (40, 0), (41, 1), (41, 1), (41, 1), (50, 0)):
+                other = tokens(count, CALLS[name])
+                grown = {"y" if "y" in other.given else "dy": shape(2 * count + more, 64)}
+                other = other.but(**grown)
+                found.append(differs(other, other.named(16)))
+    return [other == first for other in others], found
+
+
+def test_tokens_and_rows_vary_apart_from_each_other() -> None:
+    same, different = run(other_rows_than_tokens)
+    assert same == [True, True, False, False, False] and different == [{}] * 24
 
 
 def encoded_by(own_code: bool) -> tuple[list[dict[str, Any]], bool]:

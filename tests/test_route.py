@@ -9,6 +9,7 @@ import torch
 import isobit
 from interpreted import in_interpreter
 from isobit.frame.contract import ContractError
+from isobit.ops.route.op import backward
 
 BF16 = torch.bfloat16
 
@@ -73,6 +74,18 @@ def test_a_bias_is_no_wider_than_the_arithmetic() -> None:
     for given in (bias, bias.float()):
         routed = isobit.route(logits, 1, scoring="sigmoid", bias=given)
         assert routed.experts.tolist() == [[1]] and torch.equal(routed.weights, logits[:, 1:2].sigmoid())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "columns", "rule"),
+    [(3, 2, r"experts: .*must have top_k columns, 3"), (1, 2, r"experts: .*must have top_k columns, 1"),
+     (0, 0, r"top_k: .*from 1 to the number of experts, 4"), (5, 5, r"top_k: .*number of experts, 4")],
+)  # fmt: skip
+def test_the_backward_reads_no_more_columns_than_there_are(top_k: int, columns: int, rule: str) -> None:
+    call = {"logits": torch.zeros(3, 4), "scoring": "softmax", "order": "softmax_topk", "normalize": False}
+    experts, dweights = torch.zeros(3, columns, dtype=torch.int32), torch.zeros(3, columns)
+    with pytest.raises(ContractError, match=rf"route_bwd.{rule}"):
+        backward(**call, top_k=top_k, mask=None, experts=experts, dweights=dweights)
 
 
 def wild_places() -> list[list[list[float]]]:

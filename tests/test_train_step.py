@@ -76,6 +76,26 @@ def test_the_models_share_their_parameters_and_only_one_has_swapped_layers(args:
     assert models.plain.config._attn_implementation == "sdpa" and models.plain.training
 
 
+def test_experts_are_swapped_too() -> None:
+    series = next(one for one in suite_of("train_step").series if one.name == train_step.MOE_NAME)
+    (args,) = series.make(train_step.SMALL[0], Pool(CPU))
+    models = args["models"]
+    assert models.swapped.config._experts_implementation == "isobit"
+    assert models.plain.config._experts_implementation in ("grouped_mm", "eager")
+    error = train_step.agreement(args).error("fwd_bwd", train_step.whole(args))
+    assert 0 < error < train_step.LOSS * 10
+    assert {"route", "spread", "det_grouped_linear", "swiglu_packed", "combine"} < set(series.needs)
+
+
+def test_costs_count_the_experts_of_a_token_and_the_weights_that_are_read() -> None:
+    one, many = (train_step.cost(train_step.QWEN_MOE, {"B": 1, "T": T}, torch.bfloat16) for T in (1, 4096))
+    expert, rest = 3 * 2048 * 768, 2048 * (2 * 4096 + 2 * 512 + 128)
+    read = 4 * (8 * expert + rest) + 2048 * 151936
+    assert one.flops("fwd") == 2 * read + 4 * 2 * 4096
+    assert one.fwd_bytes == pytest.approx(2 * read, rel=0.02)  # random experts: hardly one twice
+    assert many.fwd_bytes == pytest.approx(2 * (4 * (128 * expert + rest) + 2048 * 151936), rel=1e-6)
+
+
 @pytest.mark.parametrize("step", [train_step.plain, train_step.head, train_step.whole])
 def test_a_step_leaves_no_gradients_on_parameters(args: dict[str, Any], step: Any) -> None:
     loss, *gradients = step(args)
@@ -136,6 +156,7 @@ def test_the_models_are_those_that_their_names_say() -> None:
 
     assert parameters(train_step.QWEN) == 494_032_768
     assert parameters(train_step.LLAMA) + 28 * 218_112_000 == 8_030_261_248
+    assert parameters(train_step.QWEN_MOE) + 44 * 623_120_640 == 30_532_122_624
 
 
 def test_numbers_of_tokens_come_once_and_the_longest_first() -> None:
@@ -197,6 +218,7 @@ def test_the_goals_of_a_step() -> None:
         "1 x 512 tokens": (False, 2, "plain"),
         "4096 tokens and more": (True, 2, "plain"),
         "8 x 2048 tokens, Llama": (True, 1, "plain"),
+        "4096 tokens and more, experts": (None, 0, "plain"),
         "another number of tokens every step": (True, 1, "plain:new"),
     }
 

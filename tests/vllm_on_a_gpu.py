@@ -12,6 +12,7 @@ pieces       prompts in chunks, a cold and a warm prefix cache, a cache so small
 llama        rotary embeddings of Llama 3.1
 mistral      a window
 qwen2        biases, and a head that is the embedding
+experts      Qwen3-MoE, Mixtral, OLMoE; Qwen3-MoE with graphs, compiled, and without isobit: a control
 steps        three optimizer steps, whose weights are copied, copied to new addresses, and reloaded
 log_softmax  log-probabilities of rounded logits, enable(logprobs="log_softmax")
 compiled     vLLM's default: compiled pieces, and graphs of them
@@ -51,6 +52,14 @@ ENGINE = {
 }  # fmt: skip
 #: Pages of 16 tokens for the stage that has too few of them: the longest request needs 36, all need 800.
 PAGES = 250
+
+EXPERTS = {
+    "Qwen3Moe": {
+        "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True
+    },
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "Olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64},
+}  # fmt: skip
 
 GRAPHS = "FULL_DECODE_ONLY"
 
@@ -198,6 +207,32 @@ def a_family(family, **options):
             CASES.same(f"{family} at {temperature}", rows, wanted)
 
 
+def experts():
+    for family, options in EXPERTS.items():
+        a_family(family, **options)
+    given, folder = prompts()[:24], saved("Qwen3Moe", 2, **EXPERTS["Qwen3Moe"])
+    trainer = vr.trainer_of(folder, DEVICE)
+    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": GRAPHS}}
+    for name, settings in (("graphs", graphs), ("compiled", {})):
+        with CASES.attempt(f"experts, {name}"):
+            llm = engine(folder, enforce_eager=False, **settings)
+            for count in (24, 1):
+                rows = vr.rollout(llm, given[:count], 0.7, NEW)
+                wanted = trained(trainer, given[:count], rows, token_logps, 0.7)
+                CASES.same(f"experts, {name}, {count} requests", rows, wanted)
+            print(isobit.integrations.vllm.report())
+            del llm
+            vr.free()
+    isobit.integrations.vllm.disable()
+    try:
+        with CASES.attempt("control: experts without isobit"):
+            rows = vr.rollout(engine(folder), given, 0.0, NEW)
+            wanted = trained(trainer, given, rows, token_logps)
+            CASES.same("control: experts without isobit", rows, wanted, control=True)
+    finally:
+        isobit.integrations.vllm.enable()
+
+
 def steps():
     given, folder = prompts()[:8], saved("Qwen3", 2)
     llm, trainer = engine(folder), vr.trainer_of(folder, DEVICE)
@@ -255,6 +290,7 @@ STAGES = {
     "llama": lambda: a_family("Llama", rope_parameters=LLAMA_3_1),
     "mistral": lambda: a_family("Mistral", sliding_window=128),
     "qwen2": lambda: a_family("Qwen2", num_attention_heads=8, tie_word_embeddings=True),
+    "experts": experts,
     "steps": steps,
     "log_softmax": log_softmax,
     "compiled": compiled,

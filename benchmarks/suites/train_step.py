@@ -3,7 +3,8 @@ backward; no optimizer. Random weights, bf16, gradients of all parameters.
 
     plain         the model as it is: logits, in fp32, cross-entropy
     isobit:head   its body, and `isobit.linear_logp` instead of logits
-    isobit        the same, and every linear layer through `isobit.det_linear`
+    isobit        the same, every linear layer through `isobit.det_linear`, and experts, if there are any,
+                  through `isobit.nn.DetExperts`; their router is the model's own
 
 A step launches hundreds of kernels, so the time of a small one depends on the host: wall time is measured.
 The rows `:new` are micro-batches that are packed and not padded: every step has another number of tokens. No
@@ -17,8 +18,8 @@ bf16 allows: `LOSS`, `NORM` and `NORM_OF_ONE`.
 import copy
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from isobit.bench.check_gate import CheckFailed
 from isobit.bench.goals import Cell, Goal
+from isobit.integrations.hf import register_experts
 from isobit.nn import swap_linear
 from isobit.ops.linear_logp.op import linear_logp
 from isobit.spec.proof import Args, Case, Cost
@@ -53,7 +55,8 @@ IMPLEMENTATIONS = 3
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model, named as in transformers; `kind` is the name of its class there."""
+    """Sizes of a model, named as in transformers; `kind` is the name of its class there. `more` is what else
+    its config there has, and `attention` is what computes its attention."""
 
     kind: str
     vocab_size: int
@@ -64,15 +67,42 @@ class Config:
     num_key_value_heads: int
     tie_word_embeddings: bool
     rope_theta: float
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    attention: str = "sdpa"
+
+    @property
+    def head_dim(self) -> int:
+        found: int = self.more.get("head_dim", self.hidden_size // self.num_attention_heads)
+        return found
+
+    @property
+    def experts(self) -> tuple[int, int, int]:
+        """How many a layer has, how many of them a token has, and columns between the products of one. A
+        layer without a mixture has one of them."""
+        count = self.more.get("num_experts", self.more.get("num_local_experts", 1))
+        columns = self.more.get("moe_intermediate_size", self.intermediate_size)
+        return count, self.more.get("num_experts_per_tok", 1), columns
+
+    def products(self, tokens: int) -> tuple[int, int]:
+        """(multiplications of a token by weights, weights that are read for so many tokens), with the
+        head."""
+        D, (count, of_a_token, columns) = self.hidden_size, self.experts
+        q, kv = (self.head_dim * n for n in (self.num_attention_heads, self.num_key_value_heads))
+        router = D * count if count > 1 else 0
+        hit = count * (1 - (1 - 1 / count) ** (tokens * of_a_token)) if count > 1 else 1
+        layer, head = 2 * D * q + 2 * D * kv + router, D * self.vocab_size
+        each = self.num_hidden_layers * (layer + 3 * D * columns * of_a_token) + head
+        return each, self.num_hidden_layers * (layer + int(3 * D * columns * hit)) + head
 
     def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
         """The model with random weights, drawn on the device."""
         import transformers
 
-        sizes = {name: value for name, value in vars(self).items() if name not in ("kind", "rope_theta")}
+        own = ("kind", "rope_theta", "more", "attention")
+        sizes = {name: value for name, value in vars(self).items() if name not in own}
         config = getattr(transformers, f"{self.kind}Config")(
-            **sizes, rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            attn_implementation="sdpa", use_cache=False,
+            **sizes, **self.more, rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            attn_implementation=self.attention, use_cache=False,
         )  # fmt: skip
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.device(device):
@@ -86,10 +116,30 @@ class Config:
 QWEN = Config("Qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True, rope_theta=1e6)
 LLAMA = Config("Llama", 128256, 4096, 14336, 4, 32, 8, tie_word_embeddings=False, rope_theta=5e5)
 
+#: The experts of Qwen3-30B-A3B: 128 of them, and 8 of a token.
+QWEN_EXPERTS = {
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}  # fmt: skip
+QWEN_MOE = Config(
+    "Qwen3Moe", 151936, 2048, 6144, 4, 32, 4, tie_word_embeddings=False, rope_theta=1e6, more=QWEN_EXPERTS
+)
+
+#: What a tiny model has instead.
+TINY = {
+    "head_dim": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "sliding_window": 6,
+}  # fmt: skip
+
+
+def shrunk(config: Config, **sizes: Any) -> Config:
+    """A model of that kind for a CPU."""
+    more = {name: TINY.get(name, value) for name, value in config.more.items()}
+    return replace(config, vocab_size=256, hidden_size=64, num_hidden_layers=2, more=more, **sizes)
+
 
 def tiny(config: Config) -> Config:
-    """A model of that kind for a CPU."""
-    return Config(config.kind, 256, 64, 128, 2, 4, 2, config.tie_word_embeddings, config.rope_theta)
+    return shrunk(config, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
 
 
 @dataclass(frozen=True)
@@ -112,6 +162,13 @@ class Models:
         swap(swapped)
         names, parameters = zip(*plain.named_parameters(), strict=True)
         return cls(plain, swapped, names, parameters)
+
+
+def swap(model: Any) -> None:
+    """Linear layers, and experts."""
+    swap_linear(model)
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation(register_experts())
 
 
 # Steps
@@ -215,7 +272,7 @@ def _make(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
     if pool.device.type == "cpu":
         config = tiny(config)
     B, T = case.dims.values()
-    build = partial(Models.of, swap_linear, config, pool.device, case.dtype, pool.inputs.seed)
+    build = partial(Models.of, swap, config, pool.device, case.dtype, pool.inputs.seed)
     models = pool.made(f"{name} {case.dtype}", build)
     return [{"models": models, "ids": _ids(config.vocab_size, B, T, pool)}]
 
@@ -254,15 +311,15 @@ def cost(config: Config, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """Products of the linear layers and the head, and causal attention; every weight is read once per
     pass."""
     B, T = dims.values()
-    D, kv = config.hidden_size, config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    layer = 2 * D * D + 2 * D * kv + 3 * D * config.intermediate_size
-    weights = config.num_hidden_layers * layer + D * config.vocab_size
-    flops = 2 * B * T * weights + config.num_hidden_layers * 2 * B * T * T * D
+    each, weights = config.products(B * T)
+    q = config.head_dim * config.num_attention_heads
+    flops = 2 * B * T * each + config.num_hidden_layers * 2 * B * T * T * q
     read = weights * dtype.itemsize
     return Cost(read, 2 * read, flops, 2 * flops)
 
 
 QWEN_NAME, LLAMA_NAME = "qwen2.5-0.5b", "llama-3-8b-4-layers"
+MOE_NAME = "qwen3-30b-a3b-4-layers"
 
 
 def _tokens(cell: Cell) -> int:
@@ -273,24 +330,39 @@ def _large_llama(cell: Cell) -> bool:
     return cell.op == LLAMA_NAME and _tokens(cell) >= 8 * 2048
 
 
+def _large(cell: Cell) -> bool:
+    return _tokens(cell) >= 4096 and not _large_llama(cell) and cell.op != MOE_NAME
+
+
 GOALS = (
     Goal("1 x 512 tokens", lambda cell: _tokens(cell) < 4096, most=1.15),
-    Goal("4096 tokens and more", lambda cell: _tokens(cell) >= 4096 and not _large_llama(cell), most=1.05),
+    Goal("4096 tokens and more", _large, most=1.05),
     Goal("8 x 2048 tokens, Llama", _large_llama, most=1.06),
+    Goal("4096 tokens and more, experts", lambda cell: cell.op == MOE_NAME and _tokens(cell) >= 4096,
+         most=1.0),
     Goal("another number of tokens every step", lambda cell: True, most=1.10, impl="isobit:new",
          against="plain:new"),
 )  # fmt: skip
 
 
+#: The ops of a layer of experts.
+EXPERTS = ("route", "spread", "det_grouped_linear", "swiglu_packed", "combine")
+
+
 def _series(name: str, config: Config) -> Series:
+    experts = EXPERTS if config.experts[0] > 1 else ()
     return Series(
         op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name, config),
         new=partial(_new, name, config), call=whole, variants={"head": head}, cost=partial(cost, config),
         judge=agreement, rivals={"plain": Rival("plain", plain, directions=None)}, directions=("fwd_bwd",),
-        needs=("linear_logp", "det_linear"), imports=("transformers",), step=True, against="plain",
+        needs=("linear_logp", "det_linear", *experts), imports=("transformers",), step=True, against="plain",
         about="a training step with isobit's linear layers and head",
         copy=False, shared=lambda case: (name, case.dtype), rehearse=(partial(rehearse, name, config),),
     )  # fmt: skip
 
 
-SERIES: Sequence[Series] = (_series(QWEN_NAME, QWEN), _series(LLAMA_NAME, LLAMA))
+SERIES: Sequence[Series] = (
+    _series(QWEN_NAME, QWEN),
+    _series(LLAMA_NAME, LLAMA),
+    _series(MOE_NAME, QWEN_MOE),
+)

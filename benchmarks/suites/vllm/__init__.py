@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suites.train_step import Config
+from benchmarks.suites.train_step import EXPERTS, QWEN_EXPERTS, Config, shrunk
 from benchmarks.suites.vllm.engine import MOST_REQUESTS, NEW, ROOM, Generate, Rows, Sizes, Start
 from isobit.bench.goals import Cell, Goal, limit
 from isobit.check.process import ask, started
@@ -58,21 +58,26 @@ CAPTURED = [8, 16, 32, 64, 128, 256]
 
 # Models: as many layers as leave room for four engines and the trainer on 139 GiB
 
+OF_QWEN = {"head_dim": 128}
 MODELS = {
-    "qwen3-0.6b": Config("Qwen3", 151936, 1024, 3072, 28, 16, 8, tie_word_embeddings=True, rope_theta=1e6),
+    "qwen3-0.6b": Config(
+        "Qwen3", 151936, 1024, 3072, 28, 16, 8, tie_word_embeddings=True, rope_theta=1e6, more=OF_QWEN
+    ),
     "qwen3-4b-18-layers": Config(
-        "Qwen3", 151936, 2560, 9728, 18, 32, 8, tie_word_embeddings=True, rope_theta=1e6
+        "Qwen3", 151936, 2560, 9728, 18, 32, 8, tie_word_embeddings=True, rope_theta=1e6, more=OF_QWEN
     ),
     "llama-3-8b-16-layers": Config(
         "Llama", 128256, 4096, 14336, 16, 32, 8, tie_word_embeddings=False, rope_theta=5e5
     ),
+    "qwen3-30b-a3b-8-layers": Config(
+        "Qwen3Moe", 151936, 2048, 6144, 8, 32, 4, tie_word_embeddings=False, rope_theta=1e6, more=QWEN_EXPERTS
+    ),
 }
-HEAD = 128  # of all of them
 
 
 def tiny(config: Config) -> Config:
     """A model of that kind for a CPU."""
-    return Config(config.kind, 256, 64, 64, 2, 1, 1, config.tie_word_embeddings, config.rope_theta)
+    return shrunk(config, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1)
 
 
 def saved(config: Config, device: torch.device, dtype: torch.dtype, seed: int) -> str:
@@ -111,7 +116,9 @@ def options(config: Config, mode: str, compiled: bool, device: torch.device) -> 
     }  # fmt: skip
     if device.type == "cpu":
         return made | {"max_num_seqs": 8, "max_model_len": 64, "enforce_eager": True}
-    token = 2 * 2 * HEAD * config.num_key_value_heads * config.num_hidden_layers  # bytes of keys and values
+    token = (
+        2 * 2 * config.head_dim * config.num_key_value_heads * config.num_hidden_layers
+    )  # bytes of keys and values
     prompts = sum(map(len, Sizes(MOST_REQUESTS).prompts(2)))
     made["kv_cache_memory_bytes"] = (prompts + MOST_REQUESTS * (NEW + 64)) * token
     made |= {"gpu_memory_utilization": 0.1, "attention_config": {"backend": "FLASH_ATTN"}}
@@ -252,11 +259,9 @@ def _make(name: str, mode: str, case: Case, pool: Pool) -> list[Args]:
 def cost(config: Config, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """Every weight once for each new token; products of all tokens. Keys, and prompts that are computed
     together, are not counted."""
-    q, kv = HEAD * config.num_attention_heads, HEAD * config.num_key_value_heads
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
     tokens = sum(map(len, Sizes(dims["B"]).prompts(2))) + dims["B"] * NEW
-    return Cost(NEW * weights * dtype.itemsize, 0, 2 * tokens * weights, 0)
+    each, weights = config.products(dims["B"])
+    return Cost(NEW * weights * dtype.itemsize, 0, 2 * tokens * each, 0)
 
 
 def _series(name: str, mode: str) -> Series:
@@ -264,13 +269,14 @@ def _series(name: str, mode: str) -> Series:
     variants: dict[str, Callable[[Args], Any]] = {}
     if mode == "graphs":
         variants["compiled"] = partial(roll, "isobit:compiled")
+    own = EXPERTS if MODELS[name].experts[0] > 1 else ()
     return Series(
         op=None, name=name, cases=CASES, core=CASES[1:2], small=SMALL, make=partial(_make, name, mode),
         call=partial(roll, "isobit"), variants=variants, cost=partial(cost, MODELS[name]), judge=judge,
         rivals={each: Rival(each, partial(roll, each), directions=None) for each in rivals},
         directions=(mode,), step=True, runs=RUNS, tokens=new_tokens, imports=("transformers",), copy=False,
         against="plain",
-        needs=("attention", "det_linear", "rms_norm", "rope", "swiglu", "linear_logp", "logp"),
+        needs=("attention", "det_linear", "rms_norm", "rope", "swiglu", "linear_logp", "logp", *own),
         about="a rollout of B requests by vLLM", shared=lambda case: (name, mode),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 it achieves. Random weights, bf16, eager.
 
     sdpa     the model as it is
+    eager    the same for GPT-OSS, whose sinks PyTorch's attention does not have
     isobit   the same parameters after `isobit.integrations.hf.zero_drift`
 
 Two kinds of steps, timed by wall time. `decode` is one more token for each of B sequences with S keys in a
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suites.train_step import Config, Models, agreement, plain
+from benchmarks.suites.train_step import EXPERTS, QWEN_EXPERTS, Config, Models, agreement, plain, shrunk
 from benchmarks.suites.zero_drift.drift import (
     FEW_RUNS,
     FEW_TRAINED,
@@ -53,13 +54,28 @@ CLOSE = 1e-2
 # Models
 
 LLAMA = Config("Llama", 128256, 4096, 14336, 8, 32, 8, tie_word_embeddings=False, rope_theta=5e5)
-QWEN = Config("Qwen3", 151936, 1024, 3072, 28, 16, 8, tie_word_embeddings=True, rope_theta=1e6)
+QWEN = Config(
+    "Qwen3", 151936, 1024, 3072, 28, 16, 8, tie_word_embeddings=True, rope_theta=1e6, more={"head_dim": 128}
+)
+QWEN_MOE = Config(
+    "Qwen3Moe", 151936, 2048, 6144, 2, 32, 4, tie_word_embeddings=False, rope_theta=1e6, more=QWEN_EXPERTS
+)
+
+#: With the widths of gpt-oss-20b, its sinks and biases, and a window in one of two layers.
+GPT_OSS = Config(
+    "GptOss", 201088, 2880, 2880, 2, 64, 8, tie_word_embeddings=False, rope_theta=1.5e5, attention="eager",
+    more={
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+)  # fmt: skip
 LLAMA_NAME, QWEN_NAME = "llama-3-8b-8-layers", "qwen3-0.6b"
+QWEN_MOE_NAME, GPT_OSS_NAME = "qwen3-30b-a3b-2-layers", "gpt-oss-20b-2-layers"
 
 
 def tiny(config: Config) -> Config:
     """A model of that kind for a CPU, with head sizes that `isobit.attention` takes."""
-    return Config(config.kind, 256, 64, 64, 2, 1, 1, config.tie_word_embeddings, config.rope_theta)
+    return shrunk(config, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1)
 
 
 # Steps
@@ -77,9 +93,13 @@ class Decoding:
     inputs: dict[str, Tensor]
 
     def step(self) -> Tensor:
+        before = [dict(vars(layer)) for layer in self.cache.layers]
         with torch.no_grad():
             made = self.model(**self.inputs, past_key_values=self.cache, use_cache=True)
-        self.cache.crop(-1)
+        for layer, known in zip(self.cache.layers, before, strict=True):
+            vars(layer).update(
+                known
+            )  # a dynamic cache makes new tensors; one with a window cannot be cropped
         logits: Tensor = made.logits
         return logits
 
@@ -215,52 +235,71 @@ def rehearse(config: Config, part: int, pool: Pool) -> None:
 def cost(config: Config, training: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """Products of the linear layers and the head, and attention; every weight and every key is read once."""
     B, length = dims.values()
-    head = 128  # of both models
-    q, kv = head * config.num_attention_heads, head * config.num_key_value_heads
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
-    read = weights * dtype.itemsize
+    tokens = B * length if training else B
+    each, weights = config.products(tokens)
+    heads = [config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads)]
+    q, kv, read, seen = *heads, weights * dtype.itemsize, _seen(config, length)
     if not training:
-        keys = config.num_hidden_layers * B * length * kv * 2 * dtype.itemsize
-        flops = 2 * B * weights + config.num_hidden_layers * 4 * B * length * q
-        return Cost(read + keys, 0, flops, 0)
-    flops = 2 * B * length * weights + config.num_hidden_layers * 2 * B * length * length * q
+        return Cost(read + B * seen * kv * 2 * dtype.itemsize, 0, 2 * B * each + 4 * B * seen * q, 0)
+    flops = 2 * tokens * each + 2 * tokens * seen * q
     return Cost(read, 2 * read, flops, 2 * flops)
 
 
-def _goals(name: str, training: bool) -> list[Goal]:
+def _seen(config: Config, length: int) -> int:
+    """Keys that the last token of a sequence sees, in all layers."""
+    kinds = config.more.get("layer_types", ["full_attention"] * config.num_hidden_layers)
+    window = config.more.get("sliding_window", length)
+    return sum(length if kind == "full_attention" else min(length, window) for kind in kinds)
+
+
+def _goals(name: str, config: Config, training: bool) -> list[Goal]:
     direction = "fwd_bwd" if training else "decode"
 
     def own(cell: Cell) -> bool:
         return (cell.op, cell.direction) == (name, direction)
 
     if training:
-        return [Goal(f"{name}, a training step", own, most=1.10)]
+        return [Goal(f"{name}, a training step", own, most=1.10, against=config.attention)]
     none = Goal(
         f"{name}, tokens with other bits", own, most=0, figure="tokens_differ", against=limit(1, "token")
     )
-    return [Goal(f"{name}, a decoding step", own, most=1.10), none]
+    return [Goal(f"{name}, a decoding step", own, most=1.10, against=config.attention), none]
+
+
+#: The op of attention with sinks.
+SINKS = ("attention_sink",)
+
+
+def _trained_by(config: Config) -> list[Case]:
+    """Scores of eager attention are stored, so the largest case of others is left out."""
+    return TRAIN if config.attention == "sdpa" else TRAIN[:-1]
 
 
 def _series(name: str, config: Config, training: bool) -> Series:
     direction = "fwd_bwd" if training else "decode"
     theirs: Callable[[Args], Any] = plain if training else partial(decode, THEIRS)
-    cases = TRAIN if training else DECODE
+    cases = _trained_by(config) if training else DECODE
+    own = (*(EXPERTS if config.experts[0] > 1 else ()), *(SINKS if config is GPT_OSS else ()))
 
     return Series(
         op=None, name=name, cases=cases, core=cases[:2], small=TRAIN_SMALL if training else DECODE_SMALL,
         make=partial(_make, name, config, training), call=train if training else partial(decode, OURS),
         cost=partial(cost, config, training), judge=agreement if training else judge,
-        rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
-        needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True,
-        against="sdpa", copy=False,
+        rivals={config.attention: Rival(config.attention, theirs, directions=None)}, directions=(direction,),
+        needs=("attention", "det_linear", "rms_norm", "logp", *own), imports=("transformers",), step=True,
+        against=config.attention, copy=False,
         about="a step of a model without drift", shared=lambda case: (name, case.dtype),
         rehearse=() if training else tuple(partial(rehearse, config, part) for part in range(PARTS)),
     )  # fmt: skip
 
 
-_MODELS = {LLAMA_NAME: LLAMA, QWEN_NAME: QWEN}
+_MODELS = {LLAMA_NAME: LLAMA, QWEN_NAME: QWEN, QWEN_MOE_NAME: QWEN_MOE, GPT_OSS_NAME: GPT_OSS}
 SERIES: Sequence[Series] = tuple(
     _series(name, config, training) for name, config in _MODELS.items() for training in (False, True)
 )
-GOALS = tuple(goal for name in _MODELS for training in (False, True) for goal in _goals(name, training))
+GOALS = tuple(
+    goal
+    for name, config in _MODELS.items()
+    for training in (False, True)
+    for goal in _goals(name, config, training)
+)

@@ -270,8 +270,9 @@ def _call(
     function: Callable[[Args], Any], args: Args, inputs: tuple[str, ...], direction: str, once: bool
 ) -> Call:
     """A call that returns (output, *gradients), as its direction has them, and accumulates nothing. If the
-    function returns several outputs, they are all returned, and each has a cotangent. A call without
-    gradients runs under a `no_grad` that surrounds all calls, so that it is not timed with each."""
+    function returns several outputs, they are all returned, and each that has a gradient has a cotangent. A
+    call without gradients runs under a `no_grad` that surrounds all calls, so that it is not timed with
+    each."""
     leaves = [args[name].detach().requires_grad_() for name in inputs]
     args = args | dict(zip(inputs, leaves, strict=True))
 
@@ -282,21 +283,26 @@ def _call(
     if direction == "fwd" or not inputs:
         return fwd
 
+    def graded(outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Without integers, such as the experts of a router."""
+        return [o for o in outputs if o.requires_grad]
+
     def fwd_bwd_once() -> tuple[Tensor, ...]:
         outputs = fwd()
-        return (*outputs, *torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs]))
+        ends = graded(outputs)
+        return (*outputs, *torch.autograd.grad(ends, leaves, [o.detach() for o in ends]))
 
     if once:
         assert direction == "fwd_bwd"  # for a backward alone the forward has run before
         return fwd_bwd_once
-    outputs = fwd()
-    cotangents = [cotangent_like(o) for o in outputs]
+    ends = graded(fwd())
+    cotangents = [cotangent_like(o) for o in ends]
     if direction == "bwd":
-        return lambda: torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+        return lambda: torch.autograd.grad(ends, leaves, cotangents, retain_graph=True)
 
     def fwd_bwd() -> tuple[Tensor, ...]:
         outputs = fwd()
-        return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+        return (*outputs, *torch.autograd.grad(graded(outputs), leaves, cotangents))
 
     return fwd_bwd
 

@@ -1,9 +1,10 @@
 """Families: calls that differ in some sizes only, and what they share.
 
-What varies is the number of rows, or, where an op says so, one dimension that grows: the keys of a cache. The
-contract, its rules and the choice of a backend are the same for all calls of a family. And so are its plans,
-as far as they are functions of these sizes (`isobit.frame.traced`): the first call runs the launcher, the
-second one is recorded and traced, and a call with new sizes then has a plan at once.
+What varies is the number of rows, or, where an op says so, one dimension that grows, the keys of a cache, or
+the first dimensions of its arguments, tokens and the rows of their experts. The contract, its rules and the
+choice of a backend are the same for all calls of a family. And so are its plans, as far as they are functions
+of these sizes (`isobit.frame.traced`): the first call runs the launcher, the second one is recorded and
+traced, and a call with new sizes then has a plan at once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -98,7 +99,7 @@ class Varying(NamedTuple):
 
 def varying(contract: Contract, grows: str | None) -> Varying:
     """What varies in the calls of an op: as the function at this path says, or the number of rows."""
-    made: Varying = rows(contract) if grows is None else resolve(grows)()
+    made: Varying = (rows if grows is None else resolve(grows))(contract)
     return made
 
 
@@ -115,6 +116,40 @@ def rows(contract: Contract) -> Varying:
         before, after = around
         whole = (*t.shape[:before], *sizes, *t.shape[t.ndim - after :])
         return whole, dense(whole)
+
+    return Varying(split, shape)
+
+
+def leading(contract: Contract, *dimensions: str) -> Varying:
+    """The first dimensions of arguments, where the contract gives them one of these names. Strides do not
+    depend on their sizes. Calls with fewer than two of one belong to no family."""
+    at = {
+        i: p.spec.dims[0]
+        for i, p in enumerate(contract.params)
+        if p.spec is not None and p.spec.dims and p.spec.dims[0] in dimensions
+    }
+    named = [name for name in dimensions if name in at.values()]
+
+    def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
+        grad, types, scalars, *tensors = key
+        family: list[Any] = [grad, types, scalars]
+        sizes: dict[str, int] = {}
+        for i, item in zip(form_of(types).tensors, tensors, strict=True):
+            name = at.get(i)
+            if name is None:
+                family.append(item)
+                continue
+            shape = tuple(item[0])
+            if not shape or shape[0] < 2 or sizes.setdefault(name, shape[0]) != shape[0]:
+                return None  # the contract may have something to say
+            family += (shape[1:], item[1:])
+        return (tuple(family), tuple(sizes[name] for name in named)) if len(sizes) == len(named) else None
+
+    def shape(name: str, t: Tensor, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        first = at.get(contract.names.index(name))
+        if first is None:
+            return t.shape, t.stride()
+        return (sizes[named.index(first)], *t.shape[1:]), t.stride()
 
     return Varying(split, shape)
 

@@ -10,6 +10,7 @@ that isobit does not serve is refused when it is loaded. See `versions` for what
 
 versions    which versions of vLLM, and the names in it that are used
 rotary      rotary embeddings, with the roundings and frequencies of transformers
+experts     layers of experts: the whole block of a model, router included
 layers      which modules of a model are served, how, and which are refused
 scores      log-probabilities of tokens: those of `isobit.linear_logp`
 sampler_v1, sampler_v2   how the samplers of vLLM's two model runners get them

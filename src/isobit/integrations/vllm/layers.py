@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from isobit.integrations.vllm import attention as paged
-from isobit.integrations.vllm import rotary
+from isobit.integrations.vllm import experts, rotary
 from isobit.integrations.vllm import versions as v
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.rms_norm import rms_norm
 from isobit.ops.swiglu import swiglu
 
 #: Models whose roundings in transformers are those of rope, swiglu and rms_norm(cast="before").
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM", "OlmoeForCausalLM",
+)  # fmt: skip
 
 #: Counts a call, by the name of what served it.
 Count = Callable[[str], None]
@@ -59,6 +62,14 @@ def _norm(norm: Any) -> str | None:
     if norm.variance_size_override is not None:
         return f"its variance is that of {norm.variance_size_override} elements"
     return None
+
+
+def _experts(block: Any) -> str | None:
+    gate = block.gate
+    if not isinstance(gate, v.find(v.LINEAR, "LinearBase")):
+        return f"its gate is a {type(gate).__name__}"
+    reason = _linear(gate)
+    return experts.why_not(block) if reason is None else f"its gate: {reason}"
 
 
 def _rotary(module: Any) -> str | None:
@@ -110,6 +121,10 @@ def _serve_swiglu(module: Any, count: Count) -> None:
     module.forward = forward
 
 
+def _serve_experts(block: Any, count: Count) -> None:
+    experts.serve(block, count, _plain)
+
+
 def _serve_attention(layer: Any, count: Count) -> None:
     layer.impl.count = count
 
@@ -137,8 +152,13 @@ _KINDS: dict[tuple[str, str], Kind] = {
     (v.ATTENTION, "Attention"): Kind(paged.why_not, _serve_attention, False),
 }
 
+#: The blocks of `experts.BLOCKS`.
+_BLOCK = Kind(_experts, _serve_experts, True)
+
 
 def _kind_of(module: nn.Module) -> Kind | None:
+    if experts.block_of(module) is not None:
+        return _BLOCK
     for (place, name), kind in _KINDS.items():
         theirs = v.find(place, name)
         if type(module) is theirs or (not kind.exact and isinstance(module, theirs)):
@@ -228,6 +248,7 @@ def wrong_settings(
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
+    yield from experts.unlike_the_config(getattr(config.model_config, "hf_config", None))
     mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
     if logprobs == "linear_logp" and "logits" in mode:
         yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"

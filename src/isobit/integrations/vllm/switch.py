@@ -126,9 +126,11 @@ class _Patch(Patch):
             if self.device == "cpu":
                 # vLLM would pack the weights for its own kernels, and drop the originals.
                 for place, name in (
-                    (v.LINEAR, "UnquantizedLinearMethod"), (v.EMBEDDING, "UnquantizedEmbeddingMethod")
+                    (v.LINEAR, "UnquantizedLinearMethod"), (v.EMBEDDING, "UnquantizedEmbeddingMethod"),
+                    (v.EXPERTS, "UnquantizedFusedMoEMethod"),
                 ):  # fmt: skip
-                    self._replace(v.find(place, name), "process_weights_after_loading", lambda theirs: _keep)
+                    if (method := v.find(place, name)) is not None:
+                        self._replace(method, "process_weights_after_loading", lambda theirs: _keep)
         except BaseException:
             self.undo()
             raise

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from isobit.frame.contract import Contract
 from isobit.frame.device import sm_count
 from isobit.frame.family import Varying, growth
 from isobit.ops.attention.calls import FEW_ROWS, SEGMENT, call_of
-from isobit.ops.attention.op import forward
 
 
 def lengths_ahead(args: dict[str, Any]) -> list[int]:
@@ -19,8 +19,8 @@ def lengths_ahead(args: dict[str, Any]) -> list[int]:
     return [length for length in (SEGMENT + 1, full + 1) if length > call.S]
 
 
-def keys() -> Varying:
+def keys(contract: Contract) -> Varying:
     """The keys of a call. Without pages and packing, rules and backends read of their number only whether
     they are split."""
     unless = ("cu_seqlens_q", "block_table")
-    return growth(forward.contract, "S", unless, kind=lambda S: S > SEGMENT, ahead=lengths_ahead)
+    return growth(contract, "S", unless, kind=lambda S: S > SEGMENT, ahead=lengths_ahead)

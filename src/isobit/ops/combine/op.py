@@ -200,6 +200,7 @@ def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
 
 _OPS = ((forward, "combine"), (backward, "combine_bwd"), (spreading, "spread"), (spread_bwd, "spread_bwd"))
 for each, function in _OPS:
+    each.grows = f"{__package__}.growth:tokens_and_rows"
     each.backend(
         "triton", run=f"kernels_triton:{function}", numerics=str(COMBINE_1), when=_triton_cannot_serve,
         interpreted=True, launches=True,

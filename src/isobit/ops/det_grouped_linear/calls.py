@@ -98,7 +98,7 @@ def run_linear_bwd(
     if want_bias:
         ones = dy.new_empty(dy.shape[0], 1) if 0 in dy.shape else resolve(f"{kernels}:ones")(dy, **launch)
         dtype = bias_dtype or weight.dtype
-        dbias = _token_product(kernels, ones, dy, offsets, None, None, dtype, **launch)[..., 0]
+        dbias = _token_product(kernels, ones, dy, offsets, None, None, dtype, **launch)[:, :, 0]
     return dx, dweight, dbias
 
 

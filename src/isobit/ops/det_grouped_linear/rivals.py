@@ -6,11 +6,12 @@ M rows, which is tokens times the experts of each, routed to E experts at random
     det_grouped_linear_few   the same for 16 to 512 tokens, as in decoding
     det_grouped_linear_dx    dx = dy W[e]
     det_grouped_dw           dW[e] = dy^T x   fp32
+    det_grouped_dw_narrow    the same, rounded to bf16 as a layer's backward returns it
 
 The rivals know on the host how many rows each expert has, where they need to: that is a gift to them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,13 @@ import torch
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.ops.det_grouped_linear.op import det_grouped_dw, det_grouped_linear, grouped_dw, linear
+from isobit.ops.det_grouped_linear.op import (
+    det_grouped_dw,
+    det_grouped_linear,
+    grouped_dw,
+    linear,
+    linear_bwd,
+)
 from isobit.ops.det_grouped_linear.proof.inputs import bounds_of
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
@@ -34,7 +41,7 @@ SHAPES = (
     (128, 2048, 1536, 8), (128, 768, 2048, 8), (8, 4096, 28672, 2), (64, 2048, 2048, 8),
     (512, 2048, 1024, 10), (512, 512, 2048, 10),
 )  # fmt: skip
-TOKENS, FEW_TOKENS = (4096, 16384, 32768), (16, 64, 256, 512)
+TOKENS, FEW_TOKENS = (4096, 16384, 32768, 65536), (16, 64, 256, 512)
 
 
 # Rivals
@@ -76,27 +83,16 @@ def _loop_dw(args: Args) -> Tensor:
 
 
 def _has_grouped_mm(case: Case, device: torch.device) -> str | None:
-    if not hasattr(torch, "_grouped_mm"):
-        return "this PyTorch has none"
-    return None if device.type == "cuda" else "its kernels need a GPU"
+    return None if hasattr(torch, "_grouped_mm") else "this PyTorch has none"
 
 
-ROW_RIVALS = {
-    rival.name: rival
-    for rival in (
-        Rival(BASELINE, _grouped_mm, directions=None, prepare=_prepared, available=_has_grouped_mm,
-              jit=False),
-        Rival("torch.mm_loop", _loop, directions=None, prepare=_prepared, jit=False),
-    )
-}  # fmt: skip
-DW_RIVALS = {
-    rival.name: rival
-    for rival in (
-        Rival(BASELINE, _grouped_mm_dw, directions=None, prepare=_prepared, available=_has_grouped_mm,
-              jit=False),
-        Rival("torch.mm_loop", _loop_dw, directions=None, prepare=_prepared, jit=False),
-    )
-}  # fmt: skip
+def _rivals(grouped: Callable[[Args], Tensor], loop: Callable[[Args], Tensor]) -> dict[str, Rival]:
+    own = partial(Rival, directions=None, prepare=_prepared, jit=False, takes=("groups",))
+    both = (own(BASELINE, grouped, available=_has_grouped_mm), own("torch.mm_loop", loop))
+    return {rival.name: rival for rival in both}
+
+
+ROW_RIVALS, DW_RIVALS = _rivals(_grouped_mm, _loop), _rivals(_grouped_mm_dw, _loop_dw)
 
 
 # Series
@@ -117,7 +113,7 @@ def _offsets(case: Case, pool: Pool) -> Tensor:
 def _row_args(case: Case, pool: Pool, dx: bool = False) -> list[Args]:
     M, E, K, N = (case.dims[name] for name in "MEKN")
     offsets = _offsets(case, pool)
-    rows = pool.normal("x", M, N if dx else K, dtype=case.dtype)
+    rows = pool.normal("dy" if dx else "x", M, N if dx else K, dtype=case.dtype)
     copies = range(copies_for(E * K * N * case.dtype.itemsize, pool.device))
     weights = [pool.normal(f"weight {i}", E * N, K, dtype=case.dtype).view(E, N, K) for i in copies]
     return [{"x": rows, "weight": w.mT if dx else w, "offsets": offsets} for w in weights]
@@ -130,6 +126,12 @@ def _dw_args(case: Case, pool: Pool) -> list[Args]:
     offsets = _offsets(case, pool)
     own = [slice(i * M, (i + 1) * M) for i in range(copies)]
     return [{"x": x[part], "dy": dy[part], "offsets": offsets} for part in own]
+
+
+def _narrow_args(case: Case, pool: Pool) -> list[Args]:
+    E, K, N = (case.dims[name] for name in "EKN")
+    weight = pool.normal("weight 0", E * N, K, dtype=case.dtype).view(E, N, K)
+    return [args | {"weight": weight} for args in _dw_args(case, pool)]
 
 
 def _rows_known(args: Args) -> Window:
@@ -148,9 +150,9 @@ def _row_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
     return Cost(fwd_bytes=int((M * (K + N) + hit * N * K) * dtype.itemsize), fwd_flops=2 * M * N * K)
 
 
-def _dw_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
+def _dw_cost(out_bytes: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     M, E, K, N = (dims[name] for name in "MEKN")
-    return Cost(fwd_bytes=M * (K + N) * dtype.itemsize + 4 * E * N * K, fwd_flops=2 * M * N * K)
+    return Cost(fwd_bytes=M * (K + N) * dtype.itemsize + out_bytes * E * N * K, fwd_flops=2 * M * N * K)
 
 
 def _predict(backend: str | None, args: Args) -> float | None:
@@ -169,6 +171,16 @@ def _call(args: Args, backend: str | None) -> Tensor:
 
 def _call_dw(args: Args, backend: str | None) -> Tensor:
     return det_grouped_dw(**args, backend=backend)
+
+
+def _call_narrow(args: Args, backend: str | None) -> Tensor:
+    assert backend is None
+    _, dweight, _ = linear_bwd(
+        dy=args["dy"], x=args["x"], weight=args["weight"], offsets=args["offsets"], bias_dtype=None,
+        want_x=False, want_weight=True, want_bias=False,
+    )  # fmt: skip
+    out: Tensor = dweight
+    return out
 
 
 def _shared(case: Case) -> tuple[Any, ...]:
@@ -192,6 +204,10 @@ _rows = partial(
     _series, op=linear, call=_call, cost=_row_cost, judge=_rows_known, rivals=ROW_RIVALS, bits=True,
     predict=_predict,
 )  # fmt: skip
+_dw = partial(
+    _series, direction="dw", cases=[case for case in _MANY if case.dims["M"] >= 65536], core=_CORE[:1],
+    judge=lambda args: None, rivals=DW_RIVALS,
+)  # fmt: skip
 
 SERIES: Sequence[Series] = (
     _rows("det_grouped_linear", "fwd", _MANY, _CORE, make=_row_args, about="y = x W[e]^T, M rows"),
@@ -203,9 +219,13 @@ SERIES: Sequence[Series] = (
         "det_grouped_linear_dx", "dx", _MANY, _CORE[:2], make=partial(_row_args, dx=True),
         about="dx = dy W[e]", declared_only=True,
     ),
-    _series(
-        "det_grouped_dw", "dw", [case for case in _MANY if case.dims["M"] >= 65536], _CORE[:1], op=grouped_dw,
-        call=_call_dw, cost=_dw_cost, judge=lambda args: None, rivals=DW_RIVALS, make=_dw_args,
+    _dw(
+        "det_grouped_dw", op=grouped_dw, call=_call_dw, cost=partial(_dw_cost, 4), make=_dw_args,
         about="dW[e] = dy^T x, in fp32",
+    ),
+    _dw(
+        "det_grouped_dw_narrow", op=None, needs=("det_grouped_linear",), call=_call_narrow,
+        cost=partial(_dw_cost, 2), make=_narrow_args, about="dW[e] in bf16, as a layer's backward has it",
+        declared_only=True,
     ),
 )  # fmt: skip

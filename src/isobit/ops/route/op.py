@@ -228,6 +228,16 @@ def _count_positive(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("count", args["count"], "must not be negative")
 
 
+@backward.rule
+def _experts_of_a_token(contract: Contract, args: dict[str, Any]) -> None:
+    """The kernel reads `top_k` columns of experts and of dweights, whatever they have."""
+    E, k, experts = args["logits"].shape[-1], args["top_k"], args["experts"]
+    if not 0 < k <= E:
+        raise contract.error("top_k", k, f"must be from 1 to the number of experts, {E}")
+    if experts.shape[-1] != k:
+        raise contract.error("experts", experts, f"must have top_k columns, {k}")
+
+
 forward.rule(_rows_fit)
 rows_op.rule(_rows_fit, _count_positive)
 
