@@ -269,7 +269,8 @@ def test_cases_run_at_the_same_time_where_they_fit() -> None:
 
 
 def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
-    request = Request(ops=("group_advantages",), backends=("reference",), laws=("accuracy", "contract"))
+    laws = ("accuracy", "contract")
+    request = Request(ops=("group_advantages",), backends=("reference",), laws=laws, heavy=False)
     alone = run(request)
     assert not started
     monkeypatch.setattr(runner, "_is_shared", lambda op, request: request.case is None)

@@ -89,4 +89,6 @@ def cells() -> list[Cell]:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) / "cells").write_bytes(pickle.dumps(run(Request(laws=HERE, device=default_device()))))
+    (Path(sys.argv[1]) / "cells").write_bytes(
+        pickle.dumps(run(Request(laws=HERE, device=default_device(), brief=True)))
+    )

@@ -117,10 +117,14 @@ class Candidate(Op):
     def _is_call(self, case: Case) -> bool:
         """Whether a case that is not declared is a valid call of the op."""
         assert self.proof is not None and self.whole is not None
+        if case.name in self._refused:
+            return True
         try:
-            self.whole.explain(**self.proof.make(case, torch.device("cpu"), InputOptions()))
+            made = self.proof.make(case, torch.device("cpu"), InputOptions())
+            self.whole.explain(**made)
         except (ContractError, IndexError, ValueError, RuntimeError):  # options of other sizes
             return False
+        self._refused[case.name] = self._lacking(made)  # making it again may take seconds
         return True
 
     def _simpler(self, case: Case, of_bits: bool) -> Case:
@@ -133,13 +137,25 @@ class Candidate(Op):
     def _simplify(self, case: Case, of_bits: bool) -> Case:
         assert self.proof is not None
         fixed = {name for name in self.proof.essential if of_bits and name in case.options}
-        declared = {(k, text): v for c in self.proof.cases for k, v in c.options.items() for text in [str(v)]}
+        # Of options that heavy cases alone have, inputs take long to make: only where no other way is left.
+        light, heavy = (
+            {(k, str(v)): v for c in self.proof.cases if c.heavy is kind for k, v in c.options.items()}
+            for kind in (False, True)
+        )
         while left := self._lacks_of(case):
             options = case.options
-            ways = [{k: v for k, v in options.items() if k != name} for name in options if name not in fixed]
-            ways += [options | {name: value} for (name, _), value in declared.items() if name not in fixed]
-            others = [other for way in ways if self._is_call(other := replace(case, options=way))]
-            fewer = [other for other in others if len(self._lacks_of(other)) < len(left)]
+            fewer = list[Case]()
+            for declared in (light, {key: value for key, value in heavy.items() if key not in light}):
+                if fewer:
+                    break
+                ways = [
+                    {k: v for k, v in options.items() if k != name} for name in options if name not in fixed
+                ]
+                ways += [
+                    options | {name: value} for (name, _), value in declared.items() if name not in fixed
+                ]
+                others = [other for way in ways if self._is_call(other := replace(case, options=way))]
+                fewer = [other for other in others if len(self._lacks_of(other)) < len(left)]
             if not fewer:
                 break
             case = min(fewer, key=lambda other: len(self._lacks_of(other)))

@@ -37,7 +37,7 @@ class Request:
     cotangents: str = "random"  # or "ones"; "none" checks no gradients
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
-    brief: bool = False  # part of a check of all laws: the compile law takes one call of each kernel
+    brief: bool = False  # part of a check of all laws: some of them take less (docs/dev/laws.md)
     tolerances: Tolerances = field(default_factory=Tolerances)
     candidate: Candidate | None = None  # a user's function in place of the op's backends
 

@@ -47,7 +47,7 @@ def run(
         cells.append(cell)
         progress(cell)
 
-    request = replace(request, brief=request.brief or not request.laws)
+    request = _brief_if_whole(request)
     ops = ops_of(request)
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
@@ -74,6 +74,11 @@ def run(
     if not part:
         _something_ran(cells, request)
     return cells
+
+
+def _brief_if_whole(request: Request) -> Request:
+    """A request for all laws is brief: its cells are many."""
+    return replace(request, brief=request.brief or not request.laws)
 
 
 def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell], Any]:
@@ -211,18 +216,21 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
 
 
 def _light_enough(op: Op, backend: str, law: str, request: Request) -> list[Case]:
-    """The cases of a law that run on this backend and device."""
+    """The cases of a law that run on this backend and device. A check of all laws on a CPU has heavy ones for
+    accuracy only, and where a law has no others."""
     # Heavy cases take minutes each there.
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     slow = slow or (isinstance(op, Candidate) and request.device.type == "cpu")
     no_gpu = request.device.type == "cpu"
-    cases = cases_of(op, law, request, backend)
-    return [c for c in cases if not (c.heavy and slow) and not (c.gpu_gb and no_gpu)]
+    cases = [c for c in cases_of(op, law, request, backend) if not (c.gpu_gb and no_gpu)]
+    light = [c for c in cases if not c.heavy]
+    brief = no_gpu and request.brief and not request.dtypes and law != "accuracy" and bool(light)
+    return light if slow or brief else cases
 
 
 def how_many(request: Request) -> int:
     """How many cells with a case a request has."""
-    total = 0
+    total, request = 0, _brief_if_whole(request)
     for op, backend in candidates(ops_of(request), request):
         never = _cannot_serve(op, backend, request.device)
         for law in request.laws or LAWS:

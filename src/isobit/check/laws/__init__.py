@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from isobit.check.laws import accuracy, bits, parallel, system
+from isobit.check.laws import accuracy, bits, compilation, parallel, system
 from isobit.spec.compare import OutputCheck
 from isobit.spec.proof import Case, Proof
 from isobit.spec.trial import Trial
@@ -67,7 +67,7 @@ LAWS: dict[str, Law] = {
         Law("traceable", system.traceable, lambda proof: [small_case(proof)], once=True,
             reads=_BACKWARD),
         Law("memory", system.memory, lambda proof: proof.memory_cases, reads=_SIZES | {"--data cotangents"}),
-        Law("compile", system.compiles, _compile_cases, once=True, reads=frozenset({"--law compile"})),
+        Law("compile", compilation.compiles, _compile_cases, once=True, reads=frozenset({"--law compile"})),
     )
 }  # fmt: skip
 

@@ -19,19 +19,21 @@ from isobit.spec.trial import LawBroken, Trial, Unsupported, cloned, in_fp64, wi
 
 #: By the name of the argument.
 Gradients = dict[str, Tensor]
+Outputs = tuple[Tensor, ...]
 
 
 def accuracy(trial: Trial) -> list[OutputCheck]:
     """Every element is at most as far from the fp64 truth as plain PyTorch is, plus a few ulps."""
     args = trial.args()
-    return _forward_checks(trial, args, trial.forward(args))
+    plain, truth = trial.proof.formula(args), trial.proof.formula(in_fp64(args))
+    return _forward_checks(trial, args, trial.forward(args), plain, truth)
 
 
-def _forward_checks(trial: Trial, args: Args, ours: tuple[Tensor, ...]) -> list[OutputCheck]:
-    proof, exact = trial.proof, in_fp64(args)
-    truth = proof.formula(exact)
-    plain = proof.formula(args)
-    scales = proof.scale(exact, truth, ())
+def _forward_checks(
+    trial: Trial, args: Args, ours: Outputs, plain: Outputs, truth: Outputs
+) -> list[OutputCheck]:
+    proof = trial.proof
+    scales = proof.scale(in_fp64(args), truth, ())
     ulps = trial.tolerances.ulps(proof.op_class, "forward", trial.case.dtype, trial.arch)
     eps = _eps(args)
     return [
@@ -57,12 +59,12 @@ def gradient(trial: Trial) -> list[OutputCheck]:
     args = trial.args()
     if not trial.leaves(args):
         raise Unsupported("no argument has a gradient")
-    outputs = trial.forward(args)
-    bad = [c for c in _forward_checks(trial, args, outputs) if not c.passed]
+    outputs, ours = trial.backward(args)
+    random = _Judge(trial, args, trial.cotangents(outputs))
+    forward = _forward_checks(trial, args, outputs, random.plain_outputs, random.true_outputs)
+    bad = [check for check in forward if not check.passed]
     if bad:  # gradients of wrong results prove nothing, and their failure would hide the cause
         raise LawBroken(f"the forward is already wrong ({bad[0].output}: {bad[0].message})")
-    _, ours = trial.backward(args)
-    random = _Judge(trial, args, trial.cotangents(outputs))
     checks = random.against_truth("gradient", ours)
     return [*checks, *_of_other_strides(trial, args, outputs, ours, random)] if _in_turn(trial) else checks
 
@@ -77,7 +79,7 @@ def _in_turn(trial: Trial) -> bool:
 
 
 def _of_other_strides(
-    trial: Trial, args: Args, outputs: tuple[Tensor, ...], ours: Gradients, random: "_Judge"
+    trial: Trial, args: Args, outputs: Outputs, ours: Gradients, random: "_Judge"
 ) -> list[OutputCheck]:
     """Incoming gradients that are not contiguous. Where a class promises bits, they have those of contiguous
     ones; otherwise each is compared with the truth."""
@@ -128,9 +130,9 @@ class _Judge:
     def __init__(self, trial: Trial, args: Args, cotangents: list[Tensor]) -> None:
         exact = in_fp64(args)
         self.trial, self.cotangents, self.eps = trial, cotangents, _eps(args)
-        outputs, self.truth = _formula_gradient(trial, exact, cotangents)
-        _, self.plain = _formula_gradient(trial, args, cotangents)
-        self.scales = trial.proof.scale(exact, outputs, [g.double() for g in cotangents])
+        self.true_outputs, self.truth = _formula_gradient(trial, exact, cotangents)
+        self.plain_outputs, self.plain = _formula_gradient(trial, args, cotangents)
+        self.scales = trial.proof.scale(exact, self.true_outputs, [g.double() for g in cotangents])
 
     def against_truth(self, what: str, ours: Gradients) -> list[OutputCheck]:
         trial = self.trial
@@ -144,9 +146,7 @@ class _Judge:
         ]  # fmt: skip
 
 
-def _formula_gradient(
-    trial: Trial, args: Args, cotangents: list[Tensor]
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def _formula_gradient(trial: Trial, args: Args, cotangents: list[Tensor]) -> tuple[Outputs, Gradients]:
     """Outputs and gradients of the formula, with the same cotangents as the op."""
     args, names = dict(args), trial.leaves(args)
     for name in names:

@@ -20,6 +20,7 @@ from isobit.check.rows import Rows, rows_of
 from isobit.frame.backend import NONE, UnsupportedError
 from isobit.spec.compare import OutputCheck, differing, same_bits, same_values
 from isobit.spec.proof import Args, Control, NoSum, Sample
+from isobit.spec.proofs import is_candidate
 from isobit.spec.trial import LawBroken, NeverEnds, Trial, Unsupported, cloned
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
@@ -37,10 +38,12 @@ def repeatable(trial: Trial) -> list[OutputCheck]:
     call of its thread, in which no context of the GPU is current yet, or one of many that are under way on
     two streams."""
     args = trial.args()
-    first, *others = (trial.backward(args) for _ in range(4))
+    # isobit records launches on a GPU only. What others keep from call to call is not known.
+    twice = trial.brief and trial.device.type == "cpu" and not is_candidate(trial.op)
+    first, *others = (trial.backward(args) for _ in range(2 if twice else 4))
     _of_these_contents(trial, args)
     _apart(trial, [first, *others])
-    runs = zip(("second", "third", "fourth"), others, strict=True)
+    runs = zip(("second", "third", "fourth"), others, strict=False)
     checks = [
         check
         for which, run in runs

@@ -1,4 +1,4 @@
-"""The laws of behaviour: bad input, PyTorch's machinery, memory, and compilation without a GPU."""
+"""The laws of behaviour: bad input, PyTorch's machinery, and memory."""
 
 import gc
 import os
@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from isobit.check.candidate import Candidate
-from isobit.check.disassembly import disassembled
 from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import rows_of
-from isobit.check.sass import FAULTY_TARGET, faulty, unset_registers
 from isobit.frame.composed import Composed
 from isobit.frame.contract import ContractError, Param
-from isobit.frame.device import triton_is_interpreted
-from isobit.frame.launch import Recorder
 from isobit.spec.compare import OutputCheck, failure, passed, same_bits
 from isobit.spec.proof import Args, Mutant
-from isobit.spec.trial import LawBroken, Trial, Unsupported, cloned, with_gradient
+from isobit.spec.trial import Trial, Unsupported, cloned, with_gradient
 
 # Contract
 
@@ -179,6 +175,22 @@ def _on_gpu(trial: Trial) -> bool:
     return trial.device.type == "cuda" and trial.backend not in trial.proof.slow
 
 
+#: The tests of opcheck: schema and autograd's registration, forms of results, the traced op with gradients.
+FORM, RESULTS, TRACED = (
+    ("test_schema", "test_autograd_registration"), ("test_faketensor",), ("test_aot_dispatch_dynamic",),
+)  # fmt: skip
+
+
+def _tests(trial: Trial, inside: bool) -> tuple[str, ...]:
+    """Those to run, inside autocast or outside. All; but in a check of all laws those that say something new.
+    Autocast changes dtypes, not the schema. What PyTorch traces is the same for all backends of an op: for
+    kernels in Triton's interpreter, which is slow, `_compiles` shows what the last test does."""
+    slow = trial.op.backend_named(trial.backend).interpreted and trial.device.type == "cpu"
+    if not trial.brief:
+        return FORM + RESULTS + TRACED
+    return (() if inside else FORM) + RESULTS + (() if slow else TRACED)
+
+
 def _op_values(trial: Trial) -> tuple[Any, ...]:
     args = cloned(trial.args())
     for name in trial.leaves(args):
@@ -193,7 +205,7 @@ def _opcheck(trial: Trial) -> list[OutputCheck]:
     for inside in (False, True):
         name = f"opcheck {'inside' if inside else 'outside'} autocast"
         with torch.autocast(trial.device.type, dtype=torch.bfloat16, enabled=inside):
-            torch.library.opcheck(trial.op.torch_op, _op_values(trial))
+            torch.library.opcheck(trial.op.torch_op, _op_values(trial), test_utils=_tests(trial, inside))
         checks.append(passed(name))
     return checks
 
@@ -222,7 +234,7 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
     while first in sizes:  # PyTorch treats dimensions of equal size as one
         first += 1
-    for attempt, size in enumerate((first, first - 2, first - 3)):
+    for attempt, size in enumerate((first, first - 2) if trial.brief else (first, first - 2, first - 3)):
         index = torch.arange(size, device=trial.device) % groups.count
         axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}
         few = args | {n: args[n].index_select(axis, groups.rows(index)) for n, axis in axes.items()}
@@ -340,7 +352,8 @@ def _memory(trial: Trial) -> list[OutputCheck]:
     for direction, run in runs.items():
         for leaf in leaves:
             leaf.requires_grad_(direction != "fwd")
-        run()  # compile and warm up
+        if direction != "fwd" or trial.device.type != "cpu":  # there the forward above was the first call
+            run()  # compile and warm up
         extra = peak_extra_bytes(run, trial.device)
         bound = trial.proof.memory(trial.case, trial.backend, direction)
         check = failure(direction, f"{extra:,} bytes beyond inputs and outputs, bound {bound:,}")
@@ -397,67 +410,3 @@ def quiet_stderr() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)
-
-
-# Ahead-of-time compilation
-
-
-def compiles(trial: Trial) -> list[OutputCheck]:
-    """Every kernel compiles for its targets, with or without a GPU in the machine. For the first target, and
-    for all that were requested by name, in every recorded call. For the others only the call of each kernel
-    with the most shared memory, since they have less of it. A check of all laws compiles one call of each
-    kernel, for other targets only the call with the most shared memory of all, and in the second dtype, which
-    differs in conversions, the first kernel for the first target. Code for NVIDIA is read for what its
-    assembler may have lost."""
-    kernels = trial.proof.kernels.get(trial.backend)
-    if kernels is None:
-        raise Unsupported("plain PyTorch: nothing to compile")
-    if triton_is_interpreted():
-        raise LawBroken("kernels are interpreted in this process and cannot be compiled")
-    targets = {n: t for n, t in kernels.by_name().items() if not trial.targets or n in trial.targets}
-    if not targets:
-        raise Unsupported(f"its kernels are for {', '.join(kernels.by_name())}")
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    recorder = Recorder()
-    kernels.record(recorder, trial.case.dtype)
-    if not recorder.launches:
-        raise LawBroken("no launch was recorded")
-    calls = {
-        (name, source.hash(), str(options)): (name, source, options)
-        for name, source, options in recorder.sources()
-    }
-    first, *others = targets
-    if trial.brief:
-        ones = {call[0]: key for key, call in reversed(calls.items())}  # the first call of each kernel
-        calls = {key: calls[key] for key in reversed(ones.values())}
-    if trial.one_target:
-        others, calls = [], dict([*calls.items()][:1])
-    checks: list[OutputCheck] = []
-    to_read: dict[int, bytes] = {}  # code by the index of its check
-
-    def shared_memory(target: str, name: str, source: Any, options: dict[str, Any]) -> int:
-        """Shared memory of a compiled call; -1 if it does not compile."""
-        what = f"{name} {target}"
-        try:
-            done = triton.compile(source, target=GPUTarget(*targets[target]), options=options)
-        except Exception as error:  # continue with the others; the row says which kernel failed
-            checks.append(failure(what, f"{type(error).__name__}: {error}"))
-            return -1
-        if target == FAULTY_TARGET and faulty():
-            to_read[len(checks)] = done.asm["cubin"]
-        checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
-        return int(done.metadata.shared)
-
-    taken = {key: shared_memory(first, *call) for key, call in calls.items()}
-    # The last of each kernel is the largest; in a brief check the last of all.
-    largest = {not trial.brief and key[0]: key for key in sorted(calls, key=lambda key: taken[key])}
-    for target in others:
-        for key in calls if trial.targets else largest.values():
-            shared_memory(target, *calls[key])
-    for at, code in zip(to_read, disassembled([*to_read.values()]), strict=True):
-        if lost := unset_registers(code):
-            what = f"{lost[0]} ({len(lost)} of them; see isobit.check.sass)"
-            checks[at] = failure(checks[at].output, what)
-    return checks
