@@ -113,7 +113,7 @@ def test_shared_splits_are_called_on_two_streams(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(laws_bits, name, lambda *anything: [])
     monkeypatch.setattr(laws_bits, "_side_by_side", lambda trial, args: [trial.case])
     trial: Any = SimpleNamespace(
-        args=dict, backward=lambda args: None, case=shared[0], device=torch.device("cuda")
+        args=dict, backward=lambda args: None, case=shared[0], device=torch.device("cuda"), brief=True
     )
     assert laws_bits.repeatable(trial) == [shared[0]]
 
