@@ -13,6 +13,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,26 @@ def forget_fla() -> None:
         del sys.modules[name]
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def imported(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
-    """The module of FLA that has the function."""
-    sys.path.insert(0, folder(request.param))
+@contextmanager
+def imported_from(version: str, name: str) -> Iterator[types.ModuleType]:
+    """A module of this version of FLA."""
+    sys.path.insert(0, folder(version))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Triton is not supported")
-            module = import_module("fla.ops.common.chunk_delta_h")
-        assert import_module("fla").__version__ == request.param
+            module = import_module(name)
+        assert import_module("fla").__version__ == version
         yield module
     finally:
-        sys.path.remove(folder(request.param))
+        sys.path.remove(folder(version))
         forget_fla()
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def imported(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
+    """The module of FLA that has the function."""
+    with imported_from(request.param, "fla.ops.common.chunk_delta_h") as module:
+        yield module
 
 
 @pytest.fixture

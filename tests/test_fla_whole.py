@@ -2,9 +2,7 @@
 passed on ends in a stand-in for FLA's kernels, which need a GPU."""
 
 import inspect
-import sys
 import types
-import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 import isobit
 from isobit import ContractError
 from isobit.integrations import fla, fla_whole
-from test_fla import VERSIONS, folder, forget_fla
+from test_fla import VERSIONS, imported_from
 
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -24,16 +22,8 @@ NAMES = ("q", "k", "v", "g", "beta")
 @pytest.fixture(scope="module", params=VERSIONS)
 def imported(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
     """FLA's module with the function."""
-    sys.path.insert(0, folder(request.param))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Triton is not supported")
-            module = import_module(fla_whole.MODULE)
-        assert import_module("fla").__version__ == request.param
+    with imported_from(request.param, fla_whole.MODULE) as module:
         yield module
-    finally:
-        sys.path.remove(folder(request.param))
-        forget_fla()
 
 
 @pytest.fixture
