@@ -158,7 +158,7 @@ OTHER = [
 ]
 
 
-def _kernels(case: Case) -> Hashable:
+def kernels_of(case: Case) -> Hashable:
     """T is a number at run time, also for FLA, and so are the lengths of packed sequences."""
     options = {name: value for name, value in case.options.items() if name != "lengths"}
     sizes = {name: size for name, size in case.dims.items() if name != "T"}
@@ -169,7 +169,7 @@ def _series(name: str, cases: list[Case], **rest: Any) -> Series:
     return Series(
         op=backward, name=name, cases=cases, make=_make, call=_call, cost=_cost, judge=_judge, rivals=RIVALS,
         directions=("bwd",), takes=tuple(known_options(backward)), against="fla", difference=True,
-        kernels=_kernels, **rest,
+        kernels=kernels_of, **rest,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ they are timed.
 Modes are letters for what is given: g, h (initial_state), n (use_qk_l2norm_in_kernel), and k (gk) for states.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.delta_rule.proof.packings import TIMED
+from isobit.ops.delta_rule.rivals import kernels_of
 from isobit.ops.gated_delta_rule import reference, reference_bwd
 from isobit.ops.gated_delta_rule.op import forward, gated_delta_rule
 from isobit.ops.gated_delta_rule.proof import PROOF, STATES
@@ -144,16 +145,9 @@ PACKED = [
 STATES_GRID = [_case(B, T, 16, 32, mode) for B in (1, 4) for T in (2048, 8192) for mode in ("g", "gh")]
 
 
-def _kernels(case: Case) -> Hashable:
-    """T is a number at run time, also for FLA, and so are the lengths of packed sequences."""
-    options = {name: value for name, value in case.options.items() if name != "lengths"}
-    sizes = {name: size for name, size in case.dims.items() if name != "T"}
-    return tuple(sizes.values()), tuple(options.items()), "lengths" in case.options
-
-
 def _series(name: str, cases: list[Case], **rest: Any) -> Series:
     return Series(
-        op=forward, name=name, cases=cases, make=_make(PROOF), cost=_cost, against="fla", kernels=_kernels,
+        op=forward, name=name, cases=cases, make=_make(PROOF), cost=_cost, against="fla", kernels=kernels_of,
         takes=tuple(known_options(forward)), **rest,
     )  # fmt: skip
 
@@ -180,33 +174,28 @@ def _core(cases: list[Case]) -> list[Case]:
     return [case for case in cases if case.dims["T"] == 8192 and case.dims["B"] != 2]
 
 
+def _of_all_sizes(make: Callable[..., Series], name: str, about: str) -> tuple[Series, ...]:
+    """The grid, and apart from it what it lacks: grouped heads and packed sequences."""
+    return (
+        make(name, GRID, core=_core(GRID), small=_small(70), about=about),
+        make(
+            f"{name}_grouped", GROUPED, core=GROUPED[:1], small=_small(5), declared_only=True,
+            about=f"{about}, with two value heads for each of q and k",
+        ),
+        make(
+            f"{name}_packed", PACKED, core=PACKED[::2], small=_small(70, "30+0+40"), declared_only=True,
+            about=f"{about}, with packed sequences",
+        ),
+    )  # fmt: skip
+
+
 SERIES = (
-    _forward(
-        "gated_delta_rule", GRID, core=_core(GRID), small=_small(70), about="`gated_delta_rule`, forward"
-    ),
-    _forward(
-        "gated_delta_rule_grouped", GROUPED, core=GROUPED[:1], small=_small(5), declared_only=True,
-        about="with two value heads for each of q and k",
-    ),
-    _forward(
-        "gated_delta_rule_packed", PACKED, core=PACKED[::2], small=_small(70, "30+0+40"), declared_only=True,
-        about="with packed sequences",
-    ),
-    _training(
-        "gated_delta_rule_train", GRID, core=_core(GRID), small=_small(70), about="forward and backward"
-    ),
-    _training(
-        "gated_delta_rule_train_grouped", GROUPED, core=GROUPED[:1], small=_small(5), declared_only=True,
-        about="the same with two value heads for each of q and k",
-    ),
-    _training(
-        "gated_delta_rule_train_packed", PACKED, core=PACKED[::2], small=_small(70, "30+0+40"),
-        declared_only=True, about="the same with packed sequences",
-    ),
+    *_of_all_sizes(_forward, "gated_delta_rule", "`gated_delta_rule`, forward"),
+    *_of_all_sizes(_training, "gated_delta_rule_train", "forward and backward"),
     Series(
         op=states, name="fwd_h", cases=STATES_GRID, core=STATES_GRID[2:3], make=_make(STATES),
         call=_call_states, cost=_cost_of_states, judge=_judge_states, rivals=RIVALS_OF_STATES,
-        directions=("fwd",), takes=tuple(known_options(states)), against="fla", kernels=_kernels,
+        directions=("fwd",), takes=tuple(known_options(states)), against="fla", kernels=kernels_of,
         about="`chunk_gated_delta_rule_fwd_h`, the states between chunks",
     ),
 )  # fmt: skip
