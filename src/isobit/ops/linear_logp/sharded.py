@@ -65,12 +65,12 @@ def _short(value: Any) -> str:
 
 
 class _Sharded(torch.autograd.Function):
-    """logp, entropy and lse of rows; (0,) for what is not wanted."""
+    """logp, entropy and lse of rows; None or, through PyTorch's dispatcher, (0,) for what is not wanted."""
 
     @staticmethod
     def forward(
         ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         args, rows = call.args, {name: call.args[name] for name in ("token_ids", "mask")}
         flags = {name: args[name] for name in ("return_entropy", "return_lse")}
         own = shard_op.states(
@@ -136,18 +136,18 @@ def call_of(
     return checked[0]
 
 
-def rows_of(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) of rows; (0,) for what is not wanted."""
+def rows_of(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(logp, entropy, lse) of rows; None for what is not wanted."""
     args = call.args
     logp, entropy, lse = _Sharded.apply(call, args["hidden"], args["weight"], args["bias"])
-    return logp, entropy, lse
+    return logp, entropy if args["return_entropy"] else None, lse if args["return_lse"] else None
 
 
 def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
     """`linear_logp` of a rank: `given` are its arguments."""
     call = call_of(given, group)
-    logp, entropy, lse = rows_of(call)
-    wanted = [x for x, name in ((entropy, "entropy"), (lse, "lse")) if call.args[f"return_{name}"]]
+    logp, *others = rows_of(call)
+    wanted = [each for each in others if each is not None]
     return (logp, *wanted) if wanted else logp
 
 

@@ -66,7 +66,7 @@ class Call:
     loss: Loss
     check: bool
     #: (logp, entropy) of all rows, which are one chunk, from a vocabulary that ranks share.
-    of_ranks: Callable[[], tuple[Tensor, Tensor]] | None = None
+    of_ranks: Callable[[], tuple[Tensor, Tensor | None]] | None = None
 
     @cached_property
     def workspace_bytes(self) -> int:
@@ -102,8 +102,7 @@ def _forward(
     """(logp, entropy, stats) of rows, without storing probabilities. `workspace_bytes` are those of a later
     backward."""
     if call.of_ranks is not None:
-        logp, entropy = call.of_ranks()
-        return logp, entropy if call.args["entropy"] else None, None
+        return (*call.of_ranks(), None)
     logp, entropy, _, row_stats, *_ = forward(
         **call.of_rows(chunk), **PLAIN, padded_vocab=call.args["padded_vocab"],
         return_entropy=call.args["entropy"], return_stats=stats, workspace_bytes=workspace_bytes,
