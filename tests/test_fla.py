@@ -13,7 +13,6 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,40 +22,13 @@ import torch
 
 import fla_pytest
 import isobit
+from fla_versions import ROOT, VERSIONS, forget_fla, imported_from
 from isobit import ContractError
 from isobit.integrations import fla
 
-ROOT = Path(__file__).parent.parent
-VERSIONS = ("0.6.0", "0.5.2")
 NAME = "chunk_gated_delta_rule_bwd_dhu"
 
 Calls = dict[str, Any]
-
-
-def folder(version: str) -> str:
-    found = ROOT / ".parity" / "fla" / version
-    assert found.is_dir(), "run `make parity` first"
-    return str(found)
-
-
-def forget_fla() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in ("fla", "einops")]:
-        del sys.modules[name]
-
-
-@contextmanager
-def imported_from(version: str, name: str) -> Iterator[types.ModuleType]:
-    """A module of this version of FLA."""
-    sys.path.insert(0, folder(version))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Triton is not supported")
-            module = import_module(name)
-        assert import_module("fla").__version__ == version
-        yield module
-    finally:
-        sys.path.remove(folder(version))
-        forget_fla()
 
 
 @pytest.fixture(scope="module", params=VERSIONS)

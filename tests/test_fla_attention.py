@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import isobit
-from test_fla import ROOT, folder
+from fla_versions import ROOT, folder
 
 
 def on_a_cpu(version: str, *cases: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 import isobit
+from fla_versions import VERSIONS, imported_from
 from isobit import ContractError
 from isobit.integrations import fla, fla_whole
-from test_fla import VERSIONS, imported_from
 
 NAMES = ("q", "k", "v", "g", "beta")
 
