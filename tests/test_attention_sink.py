@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ import isobit
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.frame.backend import Backend
 from isobit.frame.op import OPS
-from isobit.ops.attention_sink import reference
+from isobit.ops.attention_sink import proof, reference
+from isobit.spec.proof import InputOptions
 
 CPU = torch.device("cpu")
 PLAIN = "N=7 H=3 D=64 bf16 sinks=fp32"
@@ -163,3 +165,28 @@ def depends_on_the_batch(**args: Any) -> tuple[Tensor | None, ...]:
 def test_an_order_that_depends_on_the_batch_fails() -> None:
     with candidate(backward=depends_on_the_batch):
         assert only("invariant", BITS).status == FAIL
+
+
+def test_the_class_in_pytorch_is_the_model_with_its_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels on a GPU are compared with there."""
+    case = next(case for case in proof.PROOF.agree_cases if case.dtype == torch.float16)
+    args = proof.make(case, CPU, InputOptions())
+    cotangents = [torch.randn(args["x"].shape).half()]
+    expected = proof.exact(args, cotangents)
+    monkeypatch.setattr(torch, "exp", lambda t: torch.from_numpy(np.exp(t.numpy())))
+    found = proof.in_torch(args, cotangents)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name][1]) for name in found)
+
+
+def test_its_control_is_the_same_sum_in_another_order() -> None:
+    """Elements that are only moved would differ in any order."""
+    control = proof.PROOF.controls[0]  # type: ignore[index]
+    case = next(case for case in proof.PROOF.agree_cases if case.dtype == torch.float16)
+    args = proof.make(case, CPU, InputOptions())
+    dout = torch.randn(args["x"].shape).half()
+    before = proof.exact(args, [dout])["gradient:lse"][1]
+    after = proof.exact(control.change(args), control.cotangents([dout]))["gradient:lse"][1]
+    assert control.of == ("lse",)
+    assert 0 < int((before != after).sum()) < before.numel()
+    assert torch.allclose(before, after, atol=1e-4)

@@ -85,13 +85,15 @@ class Control:
     Without `cotangents` the outputs must change. With it, the gradients that have rows; it turns the
     cotangents of the whole batch into those of the changed one.
 
-    If the change moves results, `back` moves the outputs back to their places.
+    If the change moves results, `back` moves the outputs back to their places, and `of` names the gradients
+    that stay in theirs: moved ones would differ whatever their order.
     """
 
     what: str
     change: Callable[[Args], Args]
     cotangents: Callable[[list[Tensor]], list[Tensor]] | None = None
     back: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda outputs: outputs
+    of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

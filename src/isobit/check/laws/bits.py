@@ -348,7 +348,8 @@ def _control(trial: Trial, control: Control, args: Args, whole: Run) -> OutputCh
     else:
         given = tuple(control.cotangents(trial.cotangents(whole[0])))
         _, grads = replace(trial, given=given).backward(control.change(args))
-        before, after = tuple(whole[1].values()), tuple(grads.values())
+        names = control.of or whole[1]
+        before, after = tuple(whole[1][n] for n in names), tuple(grads[n] for n in names)
     return trial.control(control.what, before, after)
 
 
@@ -376,7 +377,7 @@ def agree(trial: Trial) -> list[OutputCheck]:
             sample = named[name][where].cpu()
             checks.append(same_bits(name, sample, expected, f"{trial.numerics} by its model"))
         if not isinstance(proof.controls, NoSum):
-            checks.append(_model_control(trial, args, proof.controls[0], named))
+            checks.append(_model_control(trial, args, cotangents, proof.controls[0], named))
     for other in others:
         theirs = replace(trial, backend=other).backward(args)
         checks += _compare_runs(trial, ours, theirs, f"{trial.backend} against {other}")
@@ -393,9 +394,13 @@ def _model_bits(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[
     return trial.proof.exact(args, cotangents)
 
 
-def _model_control(trial: Trial, args: Args, control: Control, named: dict[str, Tensor]) -> OutputCheck:
+def _model_control(
+    trial: Trial, args: Args, cotangents: list[Tensor], control: Control, named: dict[str, Tensor]
+) -> OutputCheck:
     """The model with another order must not agree, or the sample could not detect an order."""
-    samples = _model_bits(trial, control.change(args), ())
+    given = [] if control.cotangents is None else control.cotangents(cotangents)
+    samples = _model_bits(trial, control.change(args), given)
+    samples = {n: samples[n] for n in [f"gradient:{name}" for name in control.of] or samples}
     ours = [named[name][where].cpu() for name, (where, _) in samples.items()]
     return trial.control(f"the model of {control.what}", ours, [bits for _, bits in samples.values()])
 
