@@ -109,9 +109,13 @@ def _over_rows(terms: Tensor) -> Tensor:
 def _by_definition(
     trial: Trial, args: Args, outputs: tuple[Tensor, ...], grads: dict[str, Tensor]
 ) -> list[OutputCheck]:
+    """On the device that computes: the model does on the CPU, wherever its tensors are."""
+    where = torch.device("cpu") if trial.backend in trial.proof.slow else trial.device
     ours = {"0:out": outputs[0]} | {f"gradient:{n}": g for n, g in grads.items()}
-    expected = by_definition(args, trial.cotangents(outputs)[0] if grads else None)
-    checks = [same_bits(n, ours[n], expected[n], f"{trial.numerics} by its definition") for n in ours]
+    given = {n: t.to(where) if isinstance(t, Tensor) else t for n, t in args.items()}
+    expected = by_definition(given, trial.cotangents(outputs)[0].to(where) if grads else None)
+    what = f"{trial.numerics} by its definition"
+    checks = [same_bits(n, ours[n].to(where), expected[n], what) for n in ours]
     if args["weight"].shape[1] == 4 and args["x"].dtype == torch.float32:
         other = dict(args)
         other["weight"] = taps_swapped(args["weight"])
