@@ -2,6 +2,7 @@
 error bounds are those of `gated_delta_rule`, for all tokens of a sequence."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ PROOF = Proof(
     positive=("H", "HV", "K", "V"),
     invariant=bits.invariant,
     also=bits.borders,
+    differs={"model": {"make": partial(inputs.make, backend="model")}},
 )
 
 PROOFS = [PROOF]

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from isobit.ops.gated_delta_rule.op import gated_delta_rule
 from isobit.ops.gated_delta_rule_step.op import gated_delta_rule_step
-from isobit.ops.gated_delta_rule_step.proof.inputs import BY_TOKEN, histories, lengths_of, slots_of
+from isobit.ops.gated_delta_rule_step.proof.inputs import (
+    BY_TOKEN,
+    backend_for,
+    histories,
+    lengths_of,
+    slots_of,
+)
 from isobit.ops.gated_delta_rule_step.state import CHUNK, DeltaState
 from isobit.spec.compare import OutputCheck, same_bits
 from isobit.spec.proof import Args
@@ -80,9 +86,8 @@ def used(args: Args) -> list[int]:
 
 
 def as_forward(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
-    """Rows of a forward over all tokens of the sequence. On a CPU its model computes them: it is of the same
-    class as the kernels in the interpreter, and quicker."""
-    checks, backend = [], "model" if trial.device.type == "cpu" else None
+    """Rows of a forward over all tokens of the sequence."""
+    checks, backend = [], backend_for(trial.backend, trial.device)
     for b, own in enumerate(histories(args)):
         if own is not None:
             o, _ = gated_delta_rule(**own[0], backend=backend)
@@ -177,8 +182,8 @@ def taken_back(trial: Trial, args: Args, whole: Tensor, after: DeltaState) -> li
 def controls(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
     """The recurrence, chunks that begin with the call, and a state that is carried in 16 bits."""
     recurrent, restarted, narrow = (whole.clone() for _ in range(3))
-    backend = "model" if trial.device.type == "cpu" else None
-    common: Args = {"output_final_state": True, "backend": backend}
+    shown = False
+    common: Args = {"output_final_state": True, "backend": backend_for(trial.backend, trial.device)}
     for b, own in enumerate(histories(args)):
         if own is None:
             continue
@@ -198,22 +203,28 @@ def controls(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
         for t in range(n, end):
             o, state = some(t, t + 1, state)
             recurrent[b, t - n] = o[0, 0]
-        border = n // CHUNK * CHUNK
-        if border:
+        if border := _carried_border(n, end):
+            shown = True
             first = some(0, border, history["initial_state"])[1].to(whole.dtype).float()
             narrow[b, : end - n] = some(border, end, first)[0][0, n - border :]
     checks = [
         trial.control("the recurrence, token by token", [whole], [recurrent]),
         trial.control("chunks that begin with the call", [whole], [restarted]),
     ]
-    if any(own is not None and own[1] >= CHUNK for own in histories(args)):
+    if shown:
         checks.append(trial.control("a state carried in 16 bits", [whole], [narrow]))
     return checks
 
 
+def _carried_border(n: int, end: int) -> int:
+    """The last border before token n whose state the chunk of the last token does not begin with: rows of
+    its own chunk read a state rounded to 16 bits in any case. 0 if there is none."""
+    return max(min(n // CHUNK, (end - 1) // CHUNK - 1), 0) * CHUNK
+
+
 def prompts(trial: Trial, args: Args) -> list[OutputCheck]:
     """Prompts by the kernels of the forward leave the state that rows leave."""
-    state, backend = args["state"], "model" if trial.device.type == "cpu" else None
+    state, backend = args["state"], backend_for(trial.backend, trial.device)
     longest = max((p["q"].shape[1] for p in state.prompts.values()), default=0)
     tokens = min(longest, 2 * CHUNK + 5)
     if tokens < CHUNK:
@@ -242,7 +253,7 @@ def borders(trial: Trial) -> list[OutputCheck]:
     """The state at a chunk's border is the final state of a forward up to there."""
     args, checks = trial.args(), []
     _, after = stepped(trial, args)
-    backend = "model" if trial.device.type == "cpu" else None
+    backend = backend_for(trial.backend, trial.device)
     for slot, own in zip(slots_of(args), histories(args), strict=True):
         if own is None or not after.place[slot, 1]:
             continue

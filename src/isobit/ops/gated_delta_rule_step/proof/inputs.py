@@ -67,9 +67,9 @@ def options_of(case: Case) -> Args:
 
 
 @lru_cache(maxsize=32)
-def _prompted(case: "_Hashed", device: torch.device, seed: int) -> Prompted:
-    """A state with a prompt in each of its slots, one slot more than sequences. Kept, because it takes longer
-    than the calls of the laws."""
+def _prompted(case: "_Hashed", device: torch.device, seed: int, backend: str | None) -> Prompted:
+    """A state with a prompt in each of its slots, one slot more than sequences, as a backend stores it. Kept,
+    because it takes longer than the calls of the laws."""
     own, d = case.case, case.case.dims
     gen = torch.Generator().manual_seed(seed + 1)
     places = [own.options.get("at", 3)] * max(d["B"], 1)
@@ -92,8 +92,6 @@ def _prompted(case: "_Hashed", device: torch.device, seed: int) -> Prompted:
     prompt = tokens_of(own, len(places), longest, gen, device)
     lengths = torch.tensor(places, dtype=torch.int32, device=device)
     if longest:
-        # The class's own arithmetic on a CPU; a GPU goes on from what its own kernels stored.
-        backend = "model" if device.type == "cpu" else None
         gated_delta_rule_step(state, **prompt, **options_of(own), lengths=lengths, backend=backend)
     prompts = {}
     for slot, n in enumerate(places):
@@ -117,13 +115,20 @@ class _Hashed:
         return isinstance(other, _Hashed) and self.case.name == other.case.name
 
 
-def make(case: Case, device: torch.device, options: InputOptions) -> Args:
+def backend_for(backend: str, device: torch.device) -> str | None:
+    """Who computes what a backend is compared with, and what it goes on from: one with its arithmetic. The
+    model is of the same class as kernels in the interpreter, and quicker; on a GPU the kernels compute."""
+    return "model" if backend == "model" or device.type == "cpu" else None
+
+
+def make(case: Case, device: torch.device, options: InputOptions, backend: str = "triton") -> Args:
     """`prompts` and `lengths`, as 62+5+0: how many tokens each slot has, and how many new ones each sequence
     gets; `at` is one number for all slots. Sequences of `prompts` are in the slots in descending order, and
     the last slot is not used."""
     d = case.dims
     gen = torch.Generator().manual_seed(options.seed)
-    args: Args = {"state": _prompted(_Hashed(case), device, options.seed).clone()}
+    begun = _prompted(_Hashed(case), device, options.seed, backend_for(backend, device))
+    args: Args = {"state": begun.clone()}
     args |= tokens_of(case, d["B"], d["T"], gen, device) | options_of(case)
     args["slots"] = args["lengths"] = None
     if "prompts" in case.options:
