@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.check import process, runner, workers
+from isobit.check import process, runner, worker_main, workers
 from isobit.check.laws import LAWS
 from isobit.check.process import ask
 from isobit.check.request import Request
 from isobit.check.runner import FAIL, OK, Cell, Interrupted, _cells_here, _elsewhere, _is_shared, _shared, run
 from isobit.check.work_queue import WorkQueue
+from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS
 from isobit.spec.proofs import proof_of
+from isobit.spec.trial import Trial
 
 F32 = torch.float32
 
@@ -80,6 +82,66 @@ def test_a_process_that_dies_breaks_one_request(started: list[Any], monkeypatch:
     assert first.command == "TRITON_INTERPRET=1 isobit check --op logp --backend triton --law accuracy " \
                             "--device cpu --dim N=4 --dim V=5"  # fmt: skip
     assert (second.law, second.status) == ("gradient", OK) and len(started) == 2
+
+
+@pytest.fixture
+def full_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU without memory for a tensor."""
+
+    def small_args(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+
+    monkeypatch.setattr(runner, "small_args", small_args)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(1.5e9), int(141e9)))
+    return torch.device("cuda:0")
+
+
+FULL = "cuda:0 is out of memory: 1.5 of 141 GB are free. If another process holds the rest, run it again"
+
+
+def test_a_gpu_without_memory_is_one_line(full_gpu: torch.device) -> None:
+    with pytest.raises(ContractError, match=FULL):
+        run(Request(ops=("logp",), laws=("accuracy",), device=full_gpu))
+
+
+def test_a_worker_without_memory_says_so_in_its_cell(
+    full_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with a code of its own."""
+    ends = [sys.executable, "-c", f"import os; os._exit({workers.FULL})"]
+    monkeypatch.setattr(
+        workers, "_started", lambda kind: subprocess.Popen(ends, stdin=-1, stdout=-1, text=True)
+    )
+    one = replace(asked(laws=("accuracy",)), device=full_gpu)
+    (cell,) = workers._Worker().answer(one)
+    assert cell.status == FAIL and cell.reason.startswith(FULL)
+
+
+def test_a_worker_ends_with_that_code(monkeypatch: pytest.MonkeyPatch, full_gpu: torch.device) -> None:
+    class Ended(BaseException):
+        pass
+
+    def ended(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(Ended, match=str(workers.FULL)):
+        worker_main.answer(replace(asked(laws=("accuracy",)), device=full_gpu), print)
+
+
+def test_memory_that_ends_in_a_case_is_its_reason(
+    monkeypatch: pytest.MonkeyPatch, full_gpu: torch.device
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+
+    op = OPS["logp"]
+    case = proof_of(op).cases[0]
+    trial = Trial(op, "triton", full_gpu, case, "cpu")
+    monkeypatch.setattr(runner, "_fits", full)
+    cell = Cell("logp", "triton", "accuracy", case.name, OK)
+    runner._judge(cell, trial)
+    assert cell.status == FAIL and "Tried to allocate 9 GiB.; cuda:0 is out of memory" in cell.reason
 
 
 def _killed(process: Any) -> Any:

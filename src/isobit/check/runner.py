@@ -12,6 +12,7 @@ from isobit.check import workers
 from isobit.check.blame import raised_at
 from isobit.check.candidate import Candidate
 from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
+from isobit.check.gpu_memory import Full, in_words, is_full
 from isobit.check.interpreter import quick_interpreter
 from isobit.check.judge import blame_for, judge
 from isobit.check.laws import LAWS, small_case
@@ -265,6 +266,10 @@ def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
         op.explain(**small_args(op, device), backend=backend)
     except UnsupportedError as why:
         return str(why)
+    except RuntimeError as error:
+        if device.type != "cuda" or not is_full(error):
+            raise
+        raise Full(in_words(device)) from None
     return None
 
 
@@ -302,7 +307,10 @@ def _judge(cell: Cell, trial: Trial) -> BaseException | None:
         _fits(trial.op, trial.case, trial.device)
         return LAWS[cell.law].run(trial)
 
-    return judge(cell, law, lambda error: raised_at(error, trial.op, trial.backend, __file__))
+    error = judge(cell, law, lambda error: raised_at(error, trial.op, trial.backend, __file__))
+    if error is not None and trial.device.type == "cuda" and is_full(error):
+        cell.reason = f"{cell.reason.splitlines()[0]}; {in_words(trial.device)}"
+    return error
 
 
 def _hint(error: BaseException, op: Candidate, trial: Trial) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 
 from isobit.check import process
+from isobit.check.gpu_memory import Full
 from isobit.check.request import Request
 from isobit.check.runner import Stuck, run
-from isobit.check.workers import STUCK
+from isobit.check.workers import FULL, STUCK
 
 
 def answer(request: Request, say: Callable[[str], None]) -> None:
@@ -18,6 +19,8 @@ def answer(request: Request, say: Callable[[str], None]) -> None:
         run(request, lambda cell: say(json.dumps(vars(cell))), part=True)
     except Stuck:
         os._exit(STUCK)
+    except Full:
+        os._exit(FULL)
     if torch.cuda.is_initialized():  # memory that it caches is not available to the others
         torch.cuda.empty_cache()
 

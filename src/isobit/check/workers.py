@@ -4,7 +4,8 @@ On a CPU most of them run Triton's interpreter. They must be separate processes,
 it decorates a kernel whether it is compiled or interpreted. On a GPU there are more of them, because
 compiling kernels takes most of the time, and they run as many cases at a time as fit in its memory. Starting
 one takes as long as many laws, so all requests share them. If a worker dies, only its current request fails;
-another one is started for the next. So it is if calls never end: their worker ends with code STUCK.
+another one is started for the next. So it is if calls never end: their worker ends with code STUCK; and if
+the GPU has no memory for a worker, which ends with code FULL.
 """
 
 import json
@@ -20,6 +21,7 @@ import torch
 
 from isobit.check import process
 from isobit.check.cell import FAIL, Cell
+from isobit.check.gpu_memory import in_words
 from isobit.check.request import Request, cases_of
 from isobit.check.work_queue import WorkQueue
 from isobit.frame.op import known_op
@@ -32,8 +34,9 @@ WORKERS, ON_A_GPU = 2, 12
 HEAVY_GB, SMALL_GB = 6, 1
 
 
-#: The code of a worker that ends because calls of its last cell, which FAILS, hold the GPU.
-STUCK = 75
+#: The codes of a worker that ends because calls of its last cell, which FAILS, hold the GPU, and because the
+#: GPU has no memory for it.
+STUCK, FULL = 75, 76
 
 
 class Cells:
@@ -177,7 +180,7 @@ class _Worker:
                 return  # the one case of this request has its cell
             which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
             reason = f"the {which} process ended after {got} cells with code {ended.code}"
-            yield _broken(request, reason)
+            yield _broken(request, in_words(request.device) if ended.code == FULL else reason)
         except Exception:  # the rest of this answer would be taken for the next one
             lost = self.processes.pop(kind)
             lost.kill()
