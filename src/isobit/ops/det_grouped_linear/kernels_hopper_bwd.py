@@ -17,6 +17,7 @@ from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
 from isobit.frame.traced import decides
 from isobit.kernels.hopper.descriptors import aligned_for_tma, descriptor, matrix
+from isobit.kernels.hopper.pieces import barrier
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
@@ -37,7 +38,6 @@ from isobit.kernels.hopper.pipeline import (
     tma,
     warpgroup_mma_wait,
 )
-from isobit.kernels.hopper.pieces import barrier
 from isobit.kernels.hopper.product import SEGMENT_ROWS, Output, choose_sum_tile
 from isobit.kernels.hopper.tiles import Tile
 from isobit.ops.det_grouped_linear import kernels_triton

@@ -53,8 +53,11 @@ def _columns() -> tuple[np.ndarray, ...]:
     tensor = each(lambda t: t.rows * t.columns / 32)
     shared = each(lambda t: model.SHARED_CYCLES * t.consumers * (64 * len(t.parts) + t.columns))
     return (
-        each(lambda t: t.columns if t.swapped else t.rows), each(lambda t: t.rows if t.swapped else t.columns),
-        each(lambda t: t.group), tensor**2 + shared**2, each(lambda t: model.LONG_STEP if t.step == 128 else 1.0),
+        each(lambda t: t.columns if t.swapped else t.rows),
+        each(lambda t: t.rows if t.swapped else t.columns),
+        each(lambda t: t.group),
+        tensor**2 + shared**2,
+        each(lambda t: model.LONG_STEP if t.step == 128 else 1.0),
         each(lambda t: ONE_CONSUMER if t.consumers == 1 and not t.swapped else 1.0),
     )  # fmt: skip
 
@@ -93,7 +96,7 @@ def choose_tile(R: int, E: int, N: int, K: int, sms: int) -> tuple[Tile, float]:
 
 @decides
 def tile_of(R: int, E: int, N: int, K: int, sms: int) -> Tile:
-    """That of R rounded up to five bits: with every batch of tokens R is new, and its neighbours are known."""
+    """That of R rounded up to five bits: R is new with every batch, and its neighbours are known."""
     low = max(R.bit_length() - 5, 0)
     return choose_tile(-(-R >> low) << low, E, N, K, sms)[0]
 
