@@ -35,7 +35,7 @@ from isobit.kernels.host.token_stream import BLOCK, SEGMENT, Stream
 #: and were 13 to 30 % slower on an H200. Small tiles are for outputs that would leave most SMs idle.
 _SUMS = tuple(
     fitted(consumers, columns, swapped=False, itemsize=4, step=64, group=8, accumulators=2)
-    for consumers, columns in ((3, 128), (2, 128), (1, 128), (1, 64))
+    for consumers, columns in ((2, 128), (1, 128), (1, 64))
 )
 
 
@@ -343,20 +343,12 @@ def sum_kernel(
              (_load_sums, (pipe, start))],
             [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif CONSUMERS == 2:
+    else:
         gl.warp_specialize(
             [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_load_sums, (pipe, start))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
-             (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
-             (_segments, (2, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
-             (_load_sums, (pipe, start))],
-            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
