@@ -258,9 +258,9 @@ def grouped_sum_kernel(
 
 
 #: With three consumers a product needs less from L2, 320 lines for 192 x 128 instead of 256 for 128 x 128.
-#: Sums that are stored in 16 bits leave room for four stages. On an H200 they took 0.80 to 0.98 of the time of
-#: two consumers where tiles fit, and 1.04 where they cover an eighth more than there is. Those in fp32, with
-#: three stages, took 1.08.
+#: Sums that are stored in 16 bits leave room for four stages. On an H200 they took 0.80 to 0.98 of the time
+#: with two consumers where tiles fit, and 1.04 where they cover an eighth more than there is. Those in fp32,
+#: with three stages, took 1.08.
 _THREE = fitted(3, 128, swapped=False, itemsize=2, step=64, group=8, accumulators=2)
 _MOST_MORE = 1.08
 
