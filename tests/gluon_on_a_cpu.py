@@ -136,11 +136,13 @@ class Shared:
         self.shape = [int(n) for n in shape]
         return self
 
-    def slice(self, start: int, length: int) -> Any:
-        def store(x: Any) -> None:
-            self.value[start : start + length] = x
+    def slice(self, start: int, length: int, dim: int = 0) -> Any:
+        here = (slice(None),) * dim + (slice(start, start + length),)
 
-        return SimpleNamespace(load=lambda layout: self.value[start : start + length], store=store)
+        def store(x: Any) -> None:
+            self.value[here] = x
+
+        return SimpleNamespace(load=lambda layout: array(self.value[here]), store=store)
 
     def permute(self, order: Any) -> Any:
         return SimpleNamespace(read=lambda: self.value.T, store=lambda x: self.store(np.transpose(x)))

@@ -18,7 +18,7 @@ from isobit.kernels.hopper import pipeline, product
 from isobit.kernels.hopper.tiles import Tile, fitted
 from isobit.numerics import chain
 from isobit.ops.det_grouped_linear import kernels_hopper, kernels_hopper_bwd, model
-from isobit.ops.det_grouped_linear.strips import capacity, strips_kernel, tails_kernel
+from isobit.ops.det_grouped_linear.strips import bounds_kernel, capacity, strips_kernel
 
 BF16, NAN = torch.bfloat16, torch.nan
 ARITHMETIC = SimpleNamespace(product=lambda a, b, acc, _: acc + a @ b)
@@ -40,18 +40,10 @@ def listed(table: Tensor, offsets: Tensor, R: int, height: int) -> None:
         table[4 : 4 * len(rows) + 4] = torch.tensor(rows).flatten()
 
 
-def copied_tails(
-    bounds: Tensor, x_tails: Tensor, dy_tails: Tensor, x: Tensor, dy: Tensor, *rest: Any
-) -> None:
-    """What `tails_kernel` does."""
-    offsets = rest[0]
-    for tails, t in ((x_tails, x), (dy_tails, dy)):
-        tails.fill_(NAN)
-        for e, (first, end) in enumerate(model.rows_of(offsets, len(t))):
-            bounds[e] = torch.tensor([first, end])
-            left = t[end - (end - first) % 64 : end]
-            tails[64 * e : 64 * e + 64] = 0
-            tails[64 * e : 64 * e + len(left)] = left
+def bounded(bounds: Tensor, offsets: Tensor, R: int) -> None:
+    """What `bounds_kernel` does."""
+    for e, rows in enumerate(model.rows_of(offsets, R)):
+        bounds[e] = torch.tensor(rows)
 
 
 class Emulated(Device):
@@ -79,8 +71,8 @@ class Emulated(Device):
             assert len(offsets) == E + 1 <= options["EXPERTS"]
             listed(table, offsets, R, height)
             return
-        if kernel is tails_kernel:
-            copied_tails(*args)
+        if kernel is bounds_kernel:
+            bounded(*args[:3])
             return
         if kernel is kernels_hopper_bwd.grouped_sum_kernel:
             self.programs = grid[0]
@@ -206,6 +198,7 @@ def as_hopper(a: Any, b: Any, acc: Any, _: Any) -> Any:
 SUMS = {
     "64 x 64": fitted(1, 64, False, 4, step=64, group=8, accumulators=2),
     "128 x 128": fitted(2, 128, False, 4, step=64, group=8, accumulators=2),
+    "192 x 128": fitted(3, 128, False, 4, step=64, group=8, accumulators=2),
 }
 
 
@@ -245,15 +238,20 @@ def test_no_offsets_make_sums_read_outside(bounds: list[int], monkeypatch: pytes
     summed(SUMS["64 x 64"], bounds, 211, 16, 16, True, torch.float32, monkeypatch)
 
 
+def test_rows_of_other_experts_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and infinities of one expert, directly behind the rows of another."""
+    monkeypatch.setattr(kernels_hopper_bwd, "sm_count", lambda device: 3)
+    x, dy = integers(135, 16), integers(135, 64)
+    x[7:], dy[70:] = NAN, torch.inf
+    out = torch.full((2, 64, 16), NAN)
+    offsets = torch.tensor([0, 7, 135], dtype=torch.int32)
+    kernels_hopper_bwd.sum_rows(out, x, dy, offsets, None, SUMS["128 x 128"], Emulated())
+    assert torch.equal(out[0], dy[:7].float().t() @ x[:7].float())
+    assert out[1].isnan().all()
+
+
 def test_rows_of_the_next_expert_in_a_sum_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With whole steps everywhere TMA reads on into the next expert."""
-
-    right = copied_tails
-
-    def copied_too_much(bounds: Tensor, *rest: Any) -> None:
-        right(bounds, *rest)
-        bounds[:, 1] += (bounds[:, 0] - bounds[:, 1]) % 64
-
-    monkeypatch.setitem(globals(), "copied_tails", copied_too_much)
+    """TMA reads on into the next expert: without clearing, its rows are in the sum."""
+    monkeypatch.setattr(kernels_hopper_bwd, "_keep_rows", SimpleNamespace(fn=lambda *_: None))
     with pytest.raises(AssertionError):
         summed(SUMS["64 x 64"], [0, 7, 135], 199, 16, 16, False, torch.float32, monkeypatch)

@@ -43,6 +43,16 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
+@triton.jit
+def rows_of_experts(offsets, e, R, E):
+    """(first row, end) of all experts e."""
+    given = tl.load(offsets + e, mask=e <= E, other=0).to(tl.int64)
+    given = tl.minimum(tl.maximum(given, 0), R).to(tl.int32)
+    first = tl.associative_scan(tl.where(e == 0, 0, given), 0, _larger)
+    after = tl.load(offsets + e + 1, mask=e < E, other=0).to(tl.int64)
+    return first, tl.maximum(first, tl.minimum(tl.maximum(after, 0), R).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["table", "offsets", "R", "E", "height"])
 def strips_kernel(table, offsets, R, E, height, EXPERTS: tl.constexpr, EARLY: tl.constexpr):
     """EXPERTS: a power of two that is larger than E."""
@@ -50,11 +60,7 @@ def strips_kernel(table, offsets, R, E, height, EXPERTS: tl.constexpr, EARLY: tl
         wait_for_last_launch()
         start_next_launch()
     e = tl.arange(0, EXPERTS)
-    given = tl.load(offsets + e, mask=e <= E, other=0).to(tl.int64)
-    given = tl.minimum(tl.maximum(given, 0), R).to(tl.int32)
-    first = tl.associative_scan(tl.where(e == 0, 0, given), 0, _larger)
-    after = tl.load(offsets + e + 1, mask=e < E, other=0).to(tl.int64)
-    end = tl.maximum(first, tl.minimum(tl.maximum(after, 0), R).to(tl.int32))
+    first, end = rows_of_experts(offsets, e, R, E)
     end = tl.where(e == E, R, end)
     count = tl.where(e <= E, tl.cdiv(end - first, height), 0)
     ends = tl.cumsum(count, 0)
@@ -80,10 +86,7 @@ def strips(x: Tensor, offsets: Tensor, height: int, launch: Launch) -> Tensor:
     return table
 
 
-# The last rows of experts
-
-#: Columns that a program of `tails_kernel` copies.
-COPIED = 256
+# Where the rows of experts begin and end
 
 
 @triton.jit
@@ -95,59 +98,24 @@ def rows_of_expert(offsets, expert, R, E, EXPERTS: tl.constexpr):
     return tl.max(tl.where(e <= expert, given, 0), 0), tl.max(tl.where(e <= expert + 1, given, 0), 0)
 
 
-@triton.jit(
-    do_not_specialize=["R", "E", "K", "N", "x_stride", "dy_stride", "x_words", "dy_words", "x_blocks"]
-)
-def tails_kernel(
-    bounds, x_tails, dy_tails, x, dy, offsets, R, E, K, N, x_stride, dy_stride, x_words, dy_words, x_blocks,
-    EXPERTS: tl.constexpr, STEP: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """bounds [E, 2]: first row and end of each expert, as `strips_kernel` reads offsets. tails [E * STEP, *]:
-    its rows beyond a multiple of STEP, then zeros. Row strides of the tails are in words of 8 elements."""
+@triton.jit(do_not_specialize=["R", "E"])
+def bounds_kernel(bounds, offsets, R, E, EXPERTS: tl.constexpr, EARLY: tl.constexpr):
+    """bounds [E, 2]: first row and end of each expert, as `strips_kernel` reads offsets."""
     if EARLY:
         wait_for_last_launch()
         start_next_launch()
-    expert, block = tl.program_id(0), tl.program_id(1)
-    first, end = rows_of_expert(offsets, expert, R, E, EXPERTS)
-    if block == 0:
-        tl.store(bounds + expert * 2, first.to(tl.int32))
-        tl.store(bounds + expert * 2 + 1, end.to(tl.int32))
-    i = tl.arange(0, STEP)
-    row = end - (end - first) % STEP + i
-    to = expert.to(tl.int64) * STEP + i
-    if block < x_blocks:
-        col = block * COPIED + tl.arange(0, COPIED)
-        values = tl.load(
-            x + row[:, None] * x_stride + col[None, :],
-            mask=(row < end)[:, None] & (col < K)[None, :],
-            other=0.0,
-        )
-        tl.store(x_tails + to[:, None] * (x_words * 8) + col[None, :], values, mask=(col < K)[None, :])
-    else:
-        col = (block - x_blocks) * COPIED + tl.arange(0, COPIED)
-        values = tl.load(
-            dy + row[:, None] * dy_stride + col[None, :],
-            mask=(row < end)[:, None] & (col < N)[None, :], other=0.0,
-        )  # fmt: skip
-        tl.store(dy_tails + to[:, None] * (dy_words * 8) + col[None, :], values, mask=(col < N)[None, :])
+    e = tl.arange(0, EXPERTS)
+    first, end = rows_of_experts(offsets, e, R, E)
+    tl.store(bounds + e * 2, first, mask=e < E)
+    tl.store(bounds + e * 2 + 1, end, mask=e < E)
 
 
-def _room(t: Tensor, E: int, step: int) -> Tensor:
-    """For the last rows of each expert, in rows that TMA can read."""
-    return t.new_empty(E * step, -(-t.shape[1] // 8) * 8)[:, : t.shape[1]]
-
-
-def tails(x: Tensor, dy: Tensor, offsets: Tensor, step: int, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
-    """(bounds, the tails of x, those of dy), for x [R, K] and dy [R, N] with contiguous rows."""
-    (R, K), N, E = x.shape, dy.shape[1], offsets.shape[0] - 1
-    bounds = torch.empty(E, 2, dtype=torch.int32, device=x.device)
-    x_tails, dy_tails = _room(x, E, step), _room(dy, E, step)
-    x_blocks = triton.cdiv(K, COPIED)
+def bounds(x: Tensor, offsets: Tensor, launch: Launch) -> Tensor:
+    """[E, 2] of the rows of x, int32 on its device."""
+    E = offsets.shape[0] - 1
+    made = torch.empty(E, 2, dtype=torch.int32, device=x.device)
     launch(
-        tails_kernel, (E, x_blocks + triton.cdiv(N, COPIED)),
-        bounds, x_tails, dy_tails, x, dy, offsets, R, E, K, N, x.stride(0), dy.stride(0),
-        x_tails.stride(0) // 8, dy_tails.stride(0) // 8, x_blocks,
-        EXPERTS=triton.next_power_of_2(E + 1), STEP=step, COPIED=COPIED, num_warps=4,
-        enable_fp_fusion=False, **dependent_launch_options(x.device),
+        bounds_kernel, (1,), made, offsets, x.shape[0], E, EXPERTS=triton.next_power_of_2(E + 1),
+        num_warps=4, enable_fp_fusion=False, **dependent_launch_options(x.device),
     )  # fmt: skip
-    return bounds, x_tails, dy_tails
+    return made

@@ -6,6 +6,7 @@ No sum depends on it. How many rows an expert has is known on the device only, s
 """
 
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -21,6 +22,7 @@ _SWAPPED = {1: (8, 16, 32, 48, 64, 96, 128), 2: (16, 32, 64, 128)}
 
 #: Rows of an expert, as multiples of the average.
 SPREAD = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
+_SPREAD = np.array(SPREAD)
 
 #: Cycles of a tile beyond its steps: to round it, and to start storing it.
 TILE_CYCLES = 600.0
@@ -40,48 +42,63 @@ def grouped_tiles() -> tuple[Tile, ...]:
     )
 
 
-def microseconds(tile: Tile, R: int, E: int, N: int, K: int, sms: int) -> float:
-    """The expected time of R rows of E experts."""
+@cache
+def _columns() -> tuple[np.ndarray, ...]:
+    """What the model reads of tiles, a number per tile: the tokens and outputs it covers, its group, the
+    squares of the cycles of tensor cores and shared memory, and factors of the latency and of the whole."""
+
+    def each(number: Callable[[Tile], float]) -> np.ndarray:
+        return np.array([number(tile) for tile in grouped_tiles()])
+
+    tensor = each(lambda t: t.rows * t.columns / 32)
+    shared = each(lambda t: model.SHARED_CYCLES * t.consumers * (64 * len(t.parts) + t.columns))
+    return (
+        each(lambda t: t.columns if t.swapped else t.rows),
+        each(lambda t: t.rows if t.swapped else t.columns),
+        each(lambda t: t.group),
+        tensor**2 + shared**2,
+        each(lambda t: model.LONG_STEP if t.step == 128 else 1.0),
+        each(lambda t: ONE_CONSUMER if t.consumers == 1 and not t.swapped else 1.0),
+    )  # fmt: skip
+
+
+def microseconds(R: int, E: int, N: int, K: int, sms: int) -> np.ndarray:
+    """The expected times of R rows of E experts, one for each tile. Infinite where items, which are counted
+    in 32 bits, are too many."""
+    tokens, other, group, squares, latency, alone = _columns()
     hit = max(E * -math.expm1(-R / E), 1.0)
-    rows = R / hit
-    tokens, other = (tile.columns, tile.rows) if tile.swapped else (tile.rows, tile.columns)
-    strips = float(np.mean([math.ceil(rows * f / tokens) for f in SPREAD]))
-    tiles_n = -(-N // other)
+    strips = np.ceil(np.multiply.outer(_SPREAD, R / hit / tokens)).sum(0) / len(SPREAD)
+    tiles_n = np.ceil(N / other)
     count = hit * strips * tiles_n
-    busy = min(count, sms)
+    busy = np.minimum(count, sms)
     # As there: neighbouring programs read the same weight.
-    sharers = min(strips, tile.group)
-    others = min(tiles_n, max(sms / sharers, 1.0))
-    lines = min(other, N) * sharers**-model.SHARING + tokens * others**-model.SHARING
-    tensor = tile.rows * tile.columns / 32
-    shared = model.SHARED_CYCLES * tile.consumers * (64 * len(tile.parts) + tile.columns)
+    sharers = np.minimum(strips, group)
+    others = np.minimum(tiles_n, np.maximum(sms / sharers, 1.0))
+    lines = np.minimum(other, N) * sharers**-model.SHARING + tokens * others**-model.SHARING
     l2 = lines * busy / model.L2_LINES_PER_CYCLE
-    latency = model.LONG_STEP if tile.step == 128 else 1.0
     step = (model.STEP_CYCLES + model.STEP_CYCLES_PER_SM * busy) * latency
-    cycles = -(-K // 64) * math.sqrt(tensor**2 + shared**2 + l2**2 + step**2) + TILE_CYCLES
+    cycles = -(-K // 64) * np.sqrt(squares + l2 * l2 + step * step) + TILE_CYCLES
     # How many strips there are is not known exactly, so neither is how full the last round is.
-    sm_us = max(count / sms + 0.5, 1.0) * cycles / model.CYCLES_PER_US
+    sm_us = np.maximum(count / sms + 0.5, 1.0) * cycles / model.CYCLES_PER_US
     hbm_us = 2 * (hit * N * K + R * (K + N)) / model.HBM_BYTES_PER_US
     power_us = 2 * R * N * K / model.FLOPS_PER_US
-    alone = ONE_CONSUMER if tile.consumers == 1 and not tile.swapped else 1.0
-    return float(model.FIXED_US + (sm_us**4 + hbm_us**4 + power_us**4) ** 0.25) * alone
+    times = (model.FIXED_US + (sm_us**4 + (hbm_us**4 + power_us**4)) ** 0.25) * alone
+    return np.where((R // tokens + E + 1) * N < 2**36, times, np.inf)
 
 
 @lru_cache(maxsize=4096)
 def choose_tile(R: int, E: int, N: int, K: int, sms: int) -> tuple[Tile, float]:
-    """The tile, and the expected microseconds. Items are counted in 32 bits."""
-    times = {
-        tile: microseconds(tile, R, E, N, K, sms)
-        for tile in grouped_tiles()
-        if (R // (tile.columns if tile.swapped else tile.rows) + E + 1) * N < 2**36
-    }
-    tile = min(times, key=times.__getitem__)
-    return tile, times[tile]
+    """The tile, and the expected microseconds."""
+    times = microseconds(R, E, N, K, sms)
+    best = int(times.argmin())
+    return grouped_tiles()[best], float(times[best])
 
 
 @decides
 def tile_of(R: int, E: int, N: int, K: int, sms: int) -> Tile:
-    return choose_tile(R, E, N, K, sms)[0]
+    """That of R rounded up to five bits: R is new with every batch, and its neighbours are known."""
+    low = max(R.bit_length() - 5, 0)
+    return choose_tile(-(-R >> low) << low, E, N, K, sms)[0]
 
 
 @cache

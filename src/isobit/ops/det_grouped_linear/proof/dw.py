@@ -203,7 +203,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     M = math.prod(lead)
     if backend == "model":
         return memory_of_model(K, M, N) + 16 * E * N * K
-    return MB + 16 * (M + E) + (128 * E * (K + N) if backend == "hopper" else 0)
+    return MB + 16 * (M + E)
 
 
 def _first_sequence_elsewhere(args: Args) -> Args:

@@ -270,12 +270,12 @@ def record(module: str, launch: Any, dtype: torch.dtype) -> None:
 
 
 def memory(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs, outputs and gradients: the list of strips, and the last rows of experts."""
+    """Bytes beyond inputs, outputs and gradients: the list of strips."""
     *lead, E, K, N = case.dims.values()
     M = torch.Size(lead).numel()
     if backend == "model":
         return memory_of_model(M, K, N) + 16 * E * N * K
-    return MB + 16 * (M + E) + (128 * E * (K + N) if backend == "hopper" else 0)
+    return MB + 16 * (M + E)
 
 
 LINEAR = Proof(
