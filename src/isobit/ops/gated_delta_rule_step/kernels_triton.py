@@ -32,11 +32,8 @@ from isobit.kernels.triton.chain import fma, product
 from isobit.kernels.triton.interpreter import narrow
 from isobit.ops.gated_delta_rule.kernels_triton import l2norm
 from isobit.ops.gated_delta_rule_step import state
-
-CHUNK = tl.constexpr(state.CHUNK)
-
-#: Rows of a tile of new rows: the least that a matrix instruction takes.
-TILE = tl.constexpr(16)
+from isobit.ops.gated_delta_rule_step.kernels_triton_chunk import CHUNK, TILE, close_tile, counts_of
+from isobit.ops.gated_delta_rule_step.kernels_triton_token import places_kernel, token_kernel
 
 #: Rows of T that are loaded at once.
 AHEAD = tl.constexpr(16)
@@ -78,50 +75,6 @@ def exact_rows(left, right, start, total, begin):
             seen = tl.where((j <= begin + i)[:, None], right.to(tl.float32), 0.0).to(right.dtype)
             total = tl.where((row == i)[:, None], product(left, seen, start), total)
     return total
-
-
-@triton.jit
-def counts_of(place, slots, lengths, b, first, SLOTS, T):
-    """(whether the sequence takes part, its slot, rows, chunks, whether the first state was given, new rows)
-    from unchecked integers. `first` rows of the call are done."""
-    slot = b
-    if slots is not None:
-        slot = tl.load(slots + b).to(tl.int64)
-    there = (slot >= 0) & (slot < SLOTS)
-    slot = tl.where(there, slot, 0)
-    at = place + slot * 4
-    rows = tl.minimum(tl.maximum(tl.load(at, mask=there, other=0), 0), CHUNK)
-    chunks = tl.load(at + 1, mask=there, other=0)
-    oldest = tl.load(at + 2, mask=there, other=0)
-    seeded = tl.load(at + 3, mask=there, other=0)
-    count = tl.zeros([], tl.int32) + T
-    if lengths is not None:
-        count = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T).to(tl.int32)
-    count = tl.where(there, count - first, 0)
-    return there, slot, rows, chunks, oldest, seeded, count
-
-
-@triton.jit
-def close_tile(
-    start, start16, k_rows, vn_rows, gate_rows, old, new, hv, tile, held, H, HV, K: tl.constexpr, V,
-    BV: tl.constexpr,
-):  # fmt: skip
-    """The state at the start of the next chunk, for BV columns. `old` and `new` are the halves of slots that
-    hold the two chunks."""
-    j, d, e = tl.arange(0, CHUNK), tl.arange(0, K), tile * BV + tl.arange(0, BV)
-    h = hv // (HV // H)
-    at_rows = (old * HV + hv) * CHUNK
-    g2 = tl.load(gate_rows + at_rows + j) * _LOG2E
-    last = tl.load(gate_rows + at_rows + CHUNK - 1) * _LOG2E
-    vn = tl.load(vn_rows + (at_rows + j)[:, None] * V + e[None, :]).to(tl.float32)
-    decayed = narrow(vn * tl.exp2(last - g2)[:, None], start16)
-    k = tl.load(k_rows + ((old * H + h) * CHUNK + j)[None, :] * K + d[:, None])
-    inside = d.to(tl.int64)[:, None] * V + e[None, :]
-    S = tl.load(start + (old * HV + hv) * K * V + inside, mask=(inside >= 0) & held, other=0.0)
-    S = product(k, decayed, S * tl.exp2(last))
-    to = (new * HV + hv) * K * V + inside
-    tl.store(start + to, S)
-    tl.store(start16 + to, narrow(S, start16))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -342,6 +295,10 @@ def values_kernel(
                 tl.store(place + slot * 4 + 2, tl.load(own + 6))
 
 
+#: Sequences whose counts one program writes.
+SEQUENCES = 128
+
+
 def columns_of(B: int, HV: int) -> int:
     """Columns of V per program: fewer where there are few programs. This affects no sum."""
     return 32 if B * HV <= 64 else 64
@@ -368,6 +325,8 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
     out = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)
     if B == 0 or T == 0:
         return out
+    if T == 1:
+        return _token(args, out, launch)
     if args["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q, launch), l2norm(k, launch)
     # The counts of both pairs of launches: the second reads those of the first.
@@ -406,4 +365,33 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
             *strides["q"], *strides["k"], *strides["v"], *strides["beta"], **options,
             **_registers(128, K, T),
         )  # fmt: skip
+    return out
+
+
+def _token(args: dict[str, Any], out: Tensor, launch: Launch) -> Tensor:
+    """One token of each sequence."""
+    q, k, v, g, beta = (args[name] for name in ("q", "k", "v", "g", "beta"))
+    B, _, H, K = q.shape
+    HV, V = v.shape[2:]
+    slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
+    of = {n: args[n] for n in state.TENSORS}
+    N, HALVES = of["start"].shape[:2]
+    BV = columns_of(B, HV)
+    tiles = V // BV
+    minus_a = torch.empty((B * HV * tiles, CHUNK.value), dtype=torch.float32, device=q.device)
+    strides = {n: strides_of(t)[::2] for n, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    word = gcd(16 // q.element_size(), *strides["q"], *strides["k"], *strides["v"])
+    for name in ("q", "k", "v"):
+        strides[name] = [s // word for s in strides[name]]
+    launch(
+        token_kernel, (B * HV * tiles,),
+        q, k, v, g, beta, slots, lengths, *(of[n] for n in state.TENSORS), minus_a, out, float(args["scale"]),
+        N, H, HV, V, *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["beta"],
+        K=K, BV=BV, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=word, num_warps=4,
+        num_stages=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    launch(
+        places_kernel, (-(-B // SEQUENCES),), of["place"], slots, lengths, B, N, HALVES=HALVES,
+        SEQUENCES=SEQUENCES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
