@@ -18,8 +18,9 @@ same call is not finite, rows are multiplied one by one, with later rows as zero
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
 
+from collections.abc import Sequence
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,7 +34,7 @@ from isobit.kernels.triton.interpreter import narrow
 from isobit.ops.gated_delta_rule.kernels_triton import l2norm
 from isobit.ops.gated_delta_rule_step import state
 from isobit.ops.gated_delta_rule_step.kernels_triton_chunk import CHUNK, TILE, close_tile, counts_of
-from isobit.ops.gated_delta_rule_step.kernels_triton_token import places_kernel, token_kernel
+from isobit.ops.gated_delta_rule_step.kernels_triton_token import keep_kernel, token_kernel
 
 #: Rows of T that are loaded at once.
 AHEAD = tl.constexpr(16)
@@ -295,10 +296,6 @@ def values_kernel(
                 tl.store(place + slot * 4 + 2, tl.load(own + 6))
 
 
-#: Sequences whose counts one program writes.
-SEQUENCES = 128
-
-
 def columns_of(B: int, HV: int) -> int:
     """Columns of V per program: fewer where there are few programs. This affects no sum."""
     return 32 if B * HV <= 64 else 64
@@ -368,30 +365,54 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
     return out
 
 
+class Token(NamedTuple):
+    """A call with one token of each sequence."""
+
+    args: dict[str, Any]
+    launch: Launch
+    new_k: Tensor
+    new_gates: Tensor
+    slots: Tensor | None
+    lengths: Tensor | None
+    strides: list[int]
+    word: int
+
+    @staticmethod
+    def of(args: dict[str, Any], launch: Launch) -> "Token":
+        q, v = args["q"], args["v"]
+        (B, _, H, K), HV = q.shape, v.shape[2]
+        slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
+        of = [strides_of(args[name])[::2] for name in ("q", "k", "v", "g", "beta")]
+        # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
+        word = gcd(16 // q.element_size(), *of[0], *of[1], *of[2])
+        strides = [s // word for own in of[:3] for s in own] + [s for own in of[3:] for s in own]
+        new_k = torch.empty((B, H, K), dtype=q.dtype, device=q.device)
+        new_gates = torch.empty((B, HV), dtype=torch.float32, device=q.device)
+        return Token(args, launch, new_k, new_gates, slots, lengths, strides, word)
+
+    def add(self, kernel: Any, columns: int, between: Sequence[Tensor], out: Tensor, **options: Any) -> Tensor:
+        """Launch `kernel`, which takes the tensors `between` those of the state and the result, and then what
+        keeps its row."""
+        args, launch = self.args, self.launch
+        (B, _, H, K), (HV, V) = args["q"].shape, args["v"].shape[2:]
+        of = {n: args[n] for n in state.TENSORS}
+        N, HALVES = of["start"].shape[:2]
+        launch(
+            kernel, (B * HV * (V // columns),),
+            *(args[n] for n in ("q", "k", "v", "g", "beta")), self.slots, self.lengths, *of.values(), *between,
+            self.new_k, self.new_gates, out, float(args["scale"]), N, H, HV, V, *self.strides,
+            K=K, BV=columns, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=self.word,
+            enable_fp_fusion=False, **options,
+        )  # fmt: skip
+        launch(
+            keep_kernel, (B,), self.new_k, self.new_gates, of["place"], self.slots, self.lengths, of["k_rows"],
+            of["gate_rows"], N, H, HV, K=K, HALVES=HALVES, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+
+
 def _token(args: dict[str, Any], out: Tensor, launch: Launch) -> Tensor:
-    """One token of each sequence."""
-    q, k, v, g, beta = (args[name] for name in ("q", "k", "v", "g", "beta"))
-    B, _, H, K = q.shape
-    HV, V = v.shape[2:]
-    slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
-    of = {n: args[n] for n in state.TENSORS}
-    N, HALVES = of["start"].shape[:2]
+    (B, _, HV, V), device = args["v"].shape, out.device
     BV = columns_of(B, HV)
-    tiles = V // BV
-    minus_a = torch.empty((B * HV * tiles, CHUNK.value), dtype=torch.float32, device=q.device)
-    strides = {n: strides_of(t)[::2] for n, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
-    word = gcd(16 // q.element_size(), *strides["q"], *strides["k"], *strides["v"])
-    for name in ("q", "k", "v"):
-        strides[name] = [s // word for s in strides[name]]
-    launch(
-        token_kernel, (B * HV * tiles,),
-        q, k, v, g, beta, slots, lengths, *(of[n] for n in state.TENSORS), minus_a, out, float(args["scale"]),
-        N, H, HV, V, *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["beta"],
-        K=K, BV=BV, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=word, num_warps=4,
-        num_stages=2, enable_fp_fusion=False,
-    )  # fmt: skip
-    launch(
-        places_kernel, (-(-B // SEQUENCES),), of["place"], slots, lengths, B, N, HALVES=HALVES,
-        SEQUENCES=SEQUENCES, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+    minus_a = torch.empty((B * HV * (V // BV), CHUNK.value), dtype=torch.float32, device=device)
+    return Token.of(args, launch).add(token_kernel, BV, [minus_a], out, num_warps=4, num_stages=2)

@@ -43,12 +43,12 @@ def pair(first, second, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["SLOTS", *_STRIDES, "scale"])
 def token_kernel(
     q, k, v, g, beta, slots, lengths, start, start16, k_rows, bv_rows, vn_rows, inverse, beta_rows, gate_rows,
-    place, minus_a, out, scale, SLOTS, H, HV, V,
+    place, minus_a, new_k, new_gates, out, scale, SLOTS, H, HV, V,
     q_sb, q_sh, k_sb, k_sh, v_sb, v_sh, g_sb, g_sh, beta_sb, beta_sh,
     K: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """One new row of a sequence, for BV columns, and everything that later calls read, but for counts. Tiles
-    have k, or what becomes of it, in row 0 and q in row 1. Strides of q, k and v are in words of WORD
+    """One new row of a sequence, for BV columns, and what later calls read, but for what `keep_kernel` writes.
+    Tiles have k, or what becomes of it, in row 0 and q in row 1. Strides of q, k and v are in words of WORD
     elements."""
     tiles = V // BV
     tile, item = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -133,27 +133,39 @@ def token_kernel(
     tl.store(vn_rows + (at_rows + rows) * V + e, vn_t)
     if tile == 0:
         tl.store(columns + rows * CHUNK, acc)
-        tl.store(gate_rows + at_rows + rows, gate_t)
+        tl.store(new_gates + b * HV + hv, gate_t)
         tl.store(beta_rows + at_rows + rows, beta_t)
         if hv % (HV // H) == 0:
-            tl.store(k_rows + ((old * H + h) * CHUNK + rows) * K + d, k_t)
+            tl.store(new_k + (b * H + h) * K + d, k_t)
 
 
-@triton.jit(do_not_specialize=["B", "SLOTS"])
-def places_kernel(place, slots, lengths, B, SLOTS, HALVES: tl.constexpr, SEQUENCES: tl.constexpr):
-    """The counts after one more row. In a launch of its own: all programs of a sequence read them."""
-    b = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
-    slot = b.to(tl.int64)
-    live = b < B
-    if slots is not None:
-        slot = tl.load(slots + b, mask=live, other=-1).to(tl.int64)
-    live &= (slot >= 0) & (slot < SLOTS)
-    if lengths is not None:
-        live &= tl.load(lengths + b, mask=live, other=0) > 0
-    at = place + tl.where(live, slot, 0) * 4
-    rows = tl.minimum(tl.maximum(tl.load(at, mask=live, other=0), 0), CHUNK)
-    chunks = tl.load(at + 1, mask=live, other=0)
+@triton.jit(do_not_specialize=["SLOTS"])
+def keep_kernel(
+    new_k, new_gates, place, slots, lengths, k_rows, gate_rows, SLOTS, H, HV, K: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """What programs of the same sequence read in `token_kernel`, after its new row: counts, and keys and gates,
+    by which each of them may have closed the chunk before."""
+    b = tl.program_id(0).to(tl.int64)
+    there, slot, rows, chunks, _, _, left = counts_of(place, slots, lengths, b, 0, SLOTS, 1)
+    if left <= 0:
+        return
     full = rows == CHUNK
-    tl.store(at, tl.where(full, 0, rows) + 1, mask=live)
-    tl.store(at + 1, chunks + 1, mask=live & full)
-    tl.store(at + 2, chunks + (2 - HALVES), mask=live & full)
+    chunks = tl.where(full, chunks + 1, chunks)
+    row = tl.where(full, 0, rows)
+    half = slot * HALVES + (chunks & (HALVES - 1))
+    d = tl.arange(0, K)
+    for first in range(0, H, TILE):
+        h = first + tl.arange(0, TILE)
+        own = tl.load(new_k + (b * H + h)[:, None] * K + d[None, :], mask=(h < H)[:, None], other=0.0)
+        tl.store(k_rows + ((half * H + h) * CHUNK + row)[:, None] * K + d[None, :], own, mask=(h < H)[:, None])
+    for first in range(0, HV, CHUNK):
+        hv = first + tl.arange(0, CHUNK)
+        own = tl.load(new_gates + b * HV + hv, mask=hv < HV, other=0.0)
+        tl.store(gate_rows + (half * HV + hv) * CHUNK + row, own, mask=hv < HV)
+    tl.debug_barrier()  # all threads have read the counts
+    at = place + slot * 4
+    tl.store(at, row + 1)
+    if full:
+        tl.store(at + 1, chunks)
+        tl.store(at + 2, chunks + (1 - HALVES))
