@@ -110,13 +110,17 @@ def gated_delta_rule_step(
         "from_empty": from_empty,
         "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    served = declared.serve(given)
-    args = {name: value for name, value in served.args.items() if name not in ("state", "from_empty")}
+    form = getattr(state, "form", None)  # anything else than a state has none, and is refused
+    served = declared.serve(given, None if form is None else {"state": form})
+    args = served.args
+    del args["state"], args["from_empty"]
     if scale is None:
         args["scale"] = q.shape[-1] ** -0.5
     args |= state.tensors()
     T, pieces = q.shape[1], []
     whole = T // CHUNK * CHUNK if from_empty else 0
+    if T <= CHUNK and not whole:
+        return rows(served.like, **args, backend=served.backend)
     with torch.no_grad():
         if whole:
             pieces.append(_chunks(state, args, whole, served.backend))
