@@ -12,7 +12,7 @@ from gluon_on_a_cpu import F32, Array, Device, Pointer, array, in_order
 from isobit import DeltaState
 from isobit.numerics import cpu_steps
 from isobit.ops.gated_delta_rule_step import kernels_hopper, model
-from isobit.ops.gated_delta_rule_step.kernels_triton_token import keep_kernel
+from isobit.ops.gated_delta_rule_step.kernels_hopper_keep import keep_kernel
 from isobit.ops.gated_delta_rule_step.state import TENSORS
 
 
@@ -118,7 +118,9 @@ def on_a_cpu(args: dict[str, Any]) -> Tensor:
     return kernels_hopper.token(args, out, launch)
 
 
-def made(at: list[int], HV: int, K: int, V: int, dtype: torch.dtype, seeded: bool, drafts: bool, **rest: Any) -> dict[str, Any]:
+def made(
+    at: list[int], HV: int, K: int, V: int, dtype: torch.dtype, seeded: bool, drafts: bool, **rest: Any
+) -> dict[str, Any]:
     B, H, gen = len(at), 1, torch.Generator().manual_seed(3)
     state = DeltaState(B + 1, H, HV, K=K, V=V, dtype=dtype, drafts=drafts)
     for t in state.tensors().values():
@@ -132,14 +134,23 @@ def made(at: list[int], HV: int, K: int, V: int, dtype: torch.dtype, seeded: boo
         v, g = torch.randn(B, T, HV, V, generator=gen).to(dtype), torch.rand(B, T, HV, generator=gen) / -8
         return {"q": q, "k": k, "v": v, "g": g, "beta": torch.rand(B, T, HV, generator=gen)}
 
-    options = {"scale": 0.3, "slots": torch.arange(B, 0, -1), "use_qk_l2norm_in_kernel": True} | state.tensors()
+    options = {
+        "scale": 0.3,
+        "slots": torch.arange(B, 0, -1),
+        "use_qk_l2norm_in_kernel": True,
+    } | state.tensors()
     model.rows(**tokens(max(at)), lengths=torch.tensor(at), **options)
     return tokens(1) | options | {"lengths": None} | rest
 
 
-@pytest.mark.parametrize(("K", "V", "dtype", "seeded", "drafts"), [
-    (64, 64, torch.bfloat16, False, False), (128, 64, torch.float16, True, True), (256, 64, torch.bfloat16, True, False),
-])
+@pytest.mark.parametrize(
+    ("K", "V", "dtype", "seeded", "drafts"),
+    [
+        (64, 64, torch.bfloat16, False, False),
+        (128, 64, torch.float16, True, True),
+        (256, 64, torch.bfloat16, True, False),
+    ],
+)
 def test_has_the_bits_of_the_class(K: int, V: int, dtype: torch.dtype, seeded: bool, drafts: bool) -> None:
     args = made([0, 1, 16, 37, 63, 64, 100, 128], 2, K, V, dtype, seeded, drafts)
     own = args | {name: args[name].clone() for name in TENSORS}

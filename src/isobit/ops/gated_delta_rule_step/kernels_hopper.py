@@ -9,6 +9,7 @@ anything.
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from isobit.kernels.hopper.pipeline import gl, gluon, reinterpreted
 from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.gated_delta_rule.model import EPS
 from isobit.ops.gated_delta_rule_step import kernels_triton, state
+from isobit.ops.gated_delta_rule_step.kernels_hopper_keep import keep_kernel
 
 CHUNK, TILE = gl.constexpr(state.CHUNK), gl.constexpr(16)
 
@@ -92,7 +94,8 @@ def copy_rows(to, start, rows, step, COLUMNS: gl.constexpr):
 ])  # fmt: skip
 def token_kernel(
     q, k, v, g, beta, slots, lengths, start, start16, k_rows, bv_rows, vn_rows, inverse, beta_rows, gate_rows,
-    place, new_k, new_gates, out, scale, SLOTS, H, HV, V, q_sb, q_sh, k_sb, k_sh, v_sb, v_sh, g_sb, g_sh, beta_sb, beta_sh,
+    place, new_k, new_gates, out, scale, SLOTS, H, HV, V,
+    q_sb, q_sh, k_sb, k_sh, v_sb, v_sh, g_sb, g_sh, beta_sb, beta_sh,
     K: gl.constexpr, BV: gl.constexpr, HALVES: gl.constexpr, NORM: gl.constexpr, WORD: gl.constexpr,
 ):  # fmt: skip
     """Strides of q, k and v are in words of WORD elements."""
@@ -182,7 +185,9 @@ def token_kernel(
     async_copy.wait_group(1)
     with_row(keys, rows, k_t, OF_K)
     by_j = reinterpreted(keys, DTYPE, [CHUNK, K], ROWS)
-    by_keys = mma_v2(left.load(LEFT), by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA))
+    by_keys = mma_v2(
+        left.load(LEFT), by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA)
+    )
     factors.store(-gl.where(j < rows, row_of(by_keys, 0) * (beta_t * decay), 0.0))
     p = gl.where(j <= rows, row_of(by_keys, 1) * decay, 0.0)
     bk = (by_j.load(RIGHT).to(gl.float32) * on_k[:, None]).to(DTYPE)
@@ -194,7 +199,9 @@ def token_kernel(
     for first in range(0, rows, TILE):
         for n in gl.static_range(TILE):
             factor = each.index(first + n).load(COLUMN)
-            acc = gl.fma(gl.zeros([CHUNK], gl.float32, COLUMN) + factor, above.index(first + n).load(COLUMN), acc)
+            acc = gl.fma(
+                gl.zeros([CHUNK], gl.float32, COLUMN) + factor, above.index(first + n).load(COLUMN), acc
+            )
     acc = gl.where(column <= rows, acc, 0.0)
     OF_16: gl.constexpr = by_row(CHUNK)
     i_J = gl.arange(0, TILE, gl.SliceLayout(1, OF_16))
@@ -261,11 +268,32 @@ def columns_of(B: int, HV: int, K: int, V: int) -> int:
     return 128 if K < 256 and V % 128 == 0 else 64
 
 
-def token(args: dict[str, Any], out: Tensor, launch: Launch = run, columns: int = 0, **options: Any) -> Tensor:
+def token(
+    args: dict[str, Any], out: Tensor, launch: Launch = run, columns: int = 0, **options: Any
+) -> Tensor:
     """One token of each sequence. `columns`: of V per program; 0 is the rule."""
-    (B, _, HV, V), K = args["v"].shape, args["q"].shape[-1]
+    q, v, of = args["q"], args["v"], {name: args[name] for name in state.TENSORS}
+    (B, _, H, K), (HV, V), (N, HALVES) = q.shape, v.shape[2:], of["start"].shape[:2]
     columns = columns or columns_of(B, HV, K, V)
-    return kernels_triton.Token.of(args, launch).add(token_kernel, columns, [], out, num_warps=4, **options)
+    slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
+    strides = [kernels_triton.strides_of(args[name])[::2] for name in ("q", "k", "v", "g", "beta")]
+    # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
+    word = gcd(16 // q.element_size(), *strides[0], *strides[1], *strides[2])
+    in_words = [s // word for own in strides[:3] for s in own]
+    new_k = torch.empty((B, H, K), dtype=q.dtype, device=q.device)
+    new_gates = torch.empty((B, HV), dtype=torch.float32, device=q.device)
+    launch(
+        token_kernel, (B * HV * (V // columns),),
+        q, args["k"], v, args["g"], args["beta"], slots, lengths, *of.values(), new_k, new_gates, out,
+        float(args["scale"]), N, H, HV, V, *in_words, *strides[3], *strides[4],
+        K=K, BV=columns, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=word, num_warps=4,
+        enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    launch(
+        keep_kernel, (B,), new_k, new_gates, of["place"], slots, lengths, of["k_rows"], of["gate_rows"], N, H,
+        HV, K=K, HALVES=HALVES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
 
 
 def rows(launch: Launch = run, **args: Any) -> Tensor:

@@ -18,9 +18,8 @@ same call is not finite, rows are multiplied one by one, with later rows as zero
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
 
-from collections.abc import Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,8 +32,11 @@ from isobit.kernels.triton.chain import fma, product
 from isobit.kernels.triton.interpreter import narrow
 from isobit.ops.gated_delta_rule.kernels_triton import l2norm
 from isobit.ops.gated_delta_rule_step import state
-from isobit.ops.gated_delta_rule_step.kernels_triton_chunk import CHUNK, TILE, close_tile, counts_of
-from isobit.ops.gated_delta_rule_step.kernels_triton_token import keep_kernel, token_kernel
+
+CHUNK = tl.constexpr(state.CHUNK)
+
+#: Rows of a tile of new rows: the least that a matrix instruction takes.
+TILE = tl.constexpr(16)
 
 #: Rows of T that are loaded at once.
 AHEAD = tl.constexpr(16)
@@ -76,6 +78,50 @@ def exact_rows(left, right, start, total, begin):
             seen = tl.where((j <= begin + i)[:, None], right.to(tl.float32), 0.0).to(right.dtype)
             total = tl.where((row == i)[:, None], product(left, seen, start), total)
     return total
+
+
+@triton.jit
+def counts_of(place, slots, lengths, b, first, SLOTS, T):
+    """(whether the sequence takes part, its slot, rows, chunks, whether the first state was given, new rows)
+    from unchecked integers. `first` rows of the call are done."""
+    slot = b
+    if slots is not None:
+        slot = tl.load(slots + b).to(tl.int64)
+    there = (slot >= 0) & (slot < SLOTS)
+    slot = tl.where(there, slot, 0)
+    at = place + slot * 4
+    rows = tl.minimum(tl.maximum(tl.load(at, mask=there, other=0), 0), CHUNK)
+    chunks = tl.load(at + 1, mask=there, other=0)
+    oldest = tl.load(at + 2, mask=there, other=0)
+    seeded = tl.load(at + 3, mask=there, other=0)
+    count = tl.zeros([], tl.int32) + T
+    if lengths is not None:
+        count = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T).to(tl.int32)
+    count = tl.where(there, count - first, 0)
+    return there, slot, rows, chunks, oldest, seeded, count
+
+
+@triton.jit
+def close_tile(
+    start, start16, k_rows, vn_rows, gate_rows, old, new, hv, tile, held, H, HV, K: tl.constexpr, V,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """The state at the start of the next chunk, for BV columns. `old` and `new` are the halves of slots that
+    hold the two chunks."""
+    j, d, e = tl.arange(0, CHUNK), tl.arange(0, K), tile * BV + tl.arange(0, BV)
+    h = hv // (HV // H)
+    at_rows = (old * HV + hv) * CHUNK
+    g2 = tl.load(gate_rows + at_rows + j) * _LOG2E
+    last = tl.load(gate_rows + at_rows + CHUNK - 1) * _LOG2E
+    vn = tl.load(vn_rows + (at_rows + j)[:, None] * V + e[None, :]).to(tl.float32)
+    decayed = narrow(vn * tl.exp2(last - g2)[:, None], start16)
+    k = tl.load(k_rows + ((old * H + h) * CHUNK + j)[None, :] * K + d[:, None])
+    inside = d.to(tl.int64)[:, None] * V + e[None, :]
+    S = tl.load(start + (old * HV + hv) * K * V + inside, mask=(inside >= 0) & held, other=0.0)
+    S = product(k, decayed, S * tl.exp2(last))
+    to = (new * HV + hv) * K * V + inside
+    tl.store(start + to, S)
+    tl.store(start16 + to, narrow(S, start16))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -322,8 +368,6 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
     out = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)
     if B == 0 or T == 0:
         return out
-    if T == 1:
-        return _token(args, out, launch)
     if args["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q, launch), l2norm(k, launch)
     # The counts of both pairs of launches: the second reads those of the first.
@@ -363,56 +407,3 @@ def rows(launch: Launch = run, **args: Any) -> Tensor:
             **_registers(128, K, T),
         )  # fmt: skip
     return out
-
-
-class Token(NamedTuple):
-    """A call with one token of each sequence."""
-
-    args: dict[str, Any]
-    launch: Launch
-    new_k: Tensor
-    new_gates: Tensor
-    slots: Tensor | None
-    lengths: Tensor | None
-    strides: list[int]
-    word: int
-
-    @staticmethod
-    def of(args: dict[str, Any], launch: Launch) -> "Token":
-        q, v = args["q"], args["v"]
-        (B, _, H, K), HV = q.shape, v.shape[2]
-        slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
-        of = [strides_of(args[name])[::2] for name in ("q", "k", "v", "g", "beta")]
-        # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
-        word = gcd(16 // q.element_size(), *of[0], *of[1], *of[2])
-        strides = [s // word for own in of[:3] for s in own] + [s for own in of[3:] for s in own]
-        new_k = torch.empty((B, H, K), dtype=q.dtype, device=q.device)
-        new_gates = torch.empty((B, HV), dtype=torch.float32, device=q.device)
-        return Token(args, launch, new_k, new_gates, slots, lengths, strides, word)
-
-    def add(self, kernel: Any, columns: int, between: Sequence[Tensor], out: Tensor, **options: Any) -> Tensor:
-        """Launch `kernel`, which takes the tensors `between` those of the state and the result, and then what
-        keeps its row."""
-        args, launch = self.args, self.launch
-        (B, _, H, K), (HV, V) = args["q"].shape, args["v"].shape[2:]
-        of = {n: args[n] for n in state.TENSORS}
-        N, HALVES = of["start"].shape[:2]
-        launch(
-            kernel, (B * HV * (V // columns),),
-            *(args[n] for n in ("q", "k", "v", "g", "beta")), self.slots, self.lengths, *of.values(), *between,
-            self.new_k, self.new_gates, out, float(args["scale"]), N, H, HV, V, *self.strides,
-            K=K, BV=columns, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=self.word,
-            enable_fp_fusion=False, **options,
-        )  # fmt: skip
-        launch(
-            keep_kernel, (B,), self.new_k, self.new_gates, of["place"], self.slots, self.lengths, of["k_rows"],
-            of["gate_rows"], N, H, HV, K=K, HALVES=HALVES, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        return out
-
-
-def _token(args: dict[str, Any], out: Tensor, launch: Launch) -> Tensor:
-    (B, _, HV, V), device = args["v"].shape, out.device
-    BV = columns_of(B, HV)
-    minus_a = torch.empty((B * HV * (V // BV), CHUNK.value), dtype=torch.float32, device=device)
-    return Token.of(args, launch).add(token_kernel, BV, [minus_a], out, num_warps=4, num_stages=2)
