@@ -1,6 +1,7 @@
-"""The kernel of one token for Hopper run on a CPU, against the numpy model."""
+"""The kernels of one token for Hopper run on a CPU, against the numpy model: the first by numpy, the second
+in Triton's interpreter. Programs of a launch run in any order, so two orders must give the same."""
 
-from types import SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_on_a_cpu import F32, Array, Device, Pointer, array, in_order
+from gluon_on_a_cpu import F32, Array, Device, Pointer, _argument, array, in_order
+from interpreted import in_interpreter
 from isobit import DeltaState
+from isobit.frame.launch import Recorder
 from isobit.numerics import cpu_steps
 from isobit.ops.gated_delta_rule_step import kernels_hopper, model
-from isobit.ops.gated_delta_rule_step.kernels_hopper_keep import keep_kernel
 from isobit.ops.gated_delta_rule_step.state import TENSORS
 
 
@@ -70,25 +72,7 @@ class Copies:
                 to.store(self.load(source, mask=mask, other=0))
 
 
-def keep(
-    new_k: Tensor, new_gates: Tensor, place: Tensor, slots: Tensor | None, lengths: Tensor | None,
-    k_rows: Tensor, gate_rows: Tensor, halves: int,
-) -> None:  # fmt: skip
-    """As `keep_kernel` does."""
-    for b in range(len(new_k)):
-        slot = b if slots is None else int(slots[b])
-        if not 0 <= slot < len(place) or (lengths is not None and lengths[b] <= 0):
-            continue
-        rows, chunks = place[slot, :2].tolist()
-        if rows == 64:
-            rows, chunks = 0, chunks + 1
-            place[slot, 1:3] = torch.tensor([chunks, chunks + 1 - halves])
-        place[slot, 0] = rows + 1
-        half = chunks & (halves - 1)
-        k_rows[slot, half, :, rows], gate_rows[slot, half, :, rows] = new_k[b], new_gates[b]
-
-
-def on_a_cpu(args: dict[str, Any]) -> Tensor:
+def on_a_cpu(args: dict[str, Any], backwards: bool = False) -> Tensor:
     device = Device(Steps, 1)
     language = device.language()
     language.allocate_shared_memory = lambda dtype, shape, layout: Piece(
@@ -106,21 +90,21 @@ def on_a_cpu(args: dict[str, Any]) -> Tensor:
     )  # fmt: skip
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
-        if kernel is kernels_hopper.token_kernel:
-            device.programs = grid[0]
-            device.run(scope, kernel, in_order(kernel, values, options))
+        if kernel is not kernels_hopper.token_kernel:
+            kernel[grid](*values, **options)
+            return
+        own, given = FunctionType(kernel.fn.__code__, scope), in_order(kernel, values, options)
+        for program in range(grid[0])[:: -1 if backwards else 1]:
+            device.mine.places = (program, 0)
+            with np.errstate(all="ignore"):
+                own(*map(_argument, given))
             assert not copies.open and not copies.groups
-        else:
-            assert kernel is keep_kernel
-            keep(*values[:7], options["HALVES"])
 
-    out = torch.full(args["v"].shape, np.nan, dtype=args["v"].dtype)
-    return kernels_hopper.token(args, out, launch)
+    return kernels_hopper.rows(launch, **args)
 
 
-def made(
-    at: list[int], HV: int, K: int, V: int, dtype: torch.dtype, seeded: bool, drafts: bool, **rest: Any
-) -> dict[str, Any]:
+def made(at: list[int], HV: int, K: int, V: int, dtype: torch.dtype, seeded: bool, drafts: bool) -> Any:
+    """One more token for sequences with these numbers of them, in slots in descending order."""
     B, H, gen = len(at), 1, torch.Generator().manual_seed(3)
     state = DeltaState(B + 1, H, HV, K=K, V=V, dtype=dtype, drafts=drafts)
     for t in state.tensors().values():
@@ -134,27 +118,78 @@ def made(
         v, g = torch.randn(B, T, HV, V, generator=gen).to(dtype), torch.rand(B, T, HV, generator=gen) / -8
         return {"q": q, "k": k, "v": v, "g": g, "beta": torch.rand(B, T, HV, generator=gen)}
 
-    options = {
-        "scale": 0.3,
-        "slots": torch.arange(B, 0, -1),
-        "use_qk_l2norm_in_kernel": True,
-    } | state.tensors()
-    model.rows(**tokens(max(at)), lengths=torch.tensor(at), **options)
-    return tokens(1) | options | {"lengths": None} | rest
+    options = {"scale": 0.3, "slots": torch.arange(B, 0, -1), "use_qk_l2norm_in_kernel": True}
+    model.rows(**tokens(max(at)), lengths=torch.tensor(at), **options, **state.tensors())
+    return tokens(1) | options | state.tensors() | {"lengths": None}
 
 
-@pytest.mark.parametrize(
-    ("K", "V", "dtype", "seeded", "drafts"),
-    [
-        (64, 64, torch.bfloat16, False, False),
-        (128, 64, torch.float16, True, True),
-        (256, 64, torch.bfloat16, True, False),
-    ],
-)
-def test_has_the_bits_of_the_class(K: int, V: int, dtype: torch.dtype, seeded: bool, drafts: bool) -> None:
-    args = made([0, 1, 16, 37, 63, 64, 100, 128], 2, K, V, dtype, seeded, drafts)
-    own = args | {name: args[name].clone() for name in TENSORS}
-    right = model.rows(**args)
-    assert torch.equal(on_a_cpu(own), right)
-    for name in TENSORS:
-        assert torch.equal(own[name].nan_to_num(7.0), args[name].nan_to_num(7.0)), name
+def copied(args: dict[str, Any]) -> dict[str, Any]:
+    return args | {name: args[name].clone() for name in TENSORS}
+
+
+def assert_same(args: dict[str, Any]) -> None:
+    """In both orders of programs: the output, and everything that is stored."""
+    right = copied(args)
+    expected = model.rows(**right)
+    for backwards in (False, True):
+        own = copied(args)
+        out = on_a_cpu(own, backwards)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+        for name in TENSORS:
+            assert torch.equal(own[name].nan_to_num(7.0), right[name].nan_to_num(7.0)), name
+
+
+# Programs of the tests
+
+
+def every_place() -> None:
+    at = [0, 1, 16, 37, 63, 64, 128]
+    assert_same(made(at, 2, 64, 64, torch.bfloat16, False, False))
+    few = made([5, 64], 2, 128, 64, torch.float16, True, True)
+    assert_same(few | {"lengths": torch.tensor([0, 9]), "use_qk_l2norm_in_kernel": False, "g": None})
+    assert_same(made([64], 1, 256, 64, torch.bfloat16, True, False))
+    many = made([3, 64], 33, 64, 128, torch.bfloat16, False, False)  # programs of 128 columns
+    assert_same(many | {"slots": torch.tensor([7, 1])})
+
+
+def infinite_rows() -> None:
+    for name, value in (("k", np.inf), ("v", np.inf), ("v", np.nan), ("q", np.nan), ("beta", np.inf)):
+        args = made([3, 64], 1, 64, 64, torch.bfloat16, False, False)
+        args["use_qk_l2norm_in_kernel"] = False
+        args[name][:, :, 0] = value
+        assert_same(args)
+
+
+def garbage() -> None:
+    """No address is outside: the device asserts it."""
+    args = made([3, 64], 1, 64, 64, torch.bfloat16, False, False)
+    numbers = torch.tensor([-(2**31), 2**31 - 1, 77, -1], dtype=torch.int32)
+    for n in range(4):
+        own = copied(args)
+        own["place"][1:] = numbers.roll(n)
+        before = own["place"][0].clone()
+        on_a_cpu(own | {"slots": torch.tensor([1, 2**40]), "lengths": torch.tensor([2**40, 1])})
+        assert torch.equal(own["place"][0], before) and 0 <= int(own["place"][1, 0]) <= 64
+        out = on_a_cpu(own | {"slots": torch.tensor([-1, 2**31]), "lengths": None})
+        assert not out.any()
+
+
+@pytest.mark.parametrize("program", [every_place, infinite_rows, garbage])
+def test_has_the_bits_of_the_class(program: Any) -> None:
+    name = program.__name__
+    in_interpreter(f"from test_gated_delta_step_hopper import {name}\n{name}()")
+
+
+def test_memory_that_is_not_aligned_is_triton_s() -> None:
+    """Copies to shared memory are 16 bytes wide."""
+    state = DeltaState(2, 1, 2, K=64, V=64, device="cpu")
+    args = {"q": torch.zeros(2, 1, 1, 64).bfloat16(), "k": torch.zeros(2, 1, 1, 64).bfloat16()}
+    args |= {"v": torch.zeros(2, 1, 2, 64).bfloat16(), "g": None, "beta": torch.zeros(2, 1, 2)}
+    args |= {"slots": None, "lengths": None, "scale": 1.0, "use_qk_l2norm_in_kernel": False}
+    moved = torch.zeros(state.vn_rows.numel() + 1).bfloat16()[1:].view(state.vn_rows.shape)
+    for vn_rows, kernels in ((state.vn_rows, ["token_kernel", "keep_kernel"]),
+                             (moved, ["rows_kernel", "values_kernel"])):  # fmt: skip
+        recorder = Recorder()
+        kernels_hopper.rows(recorder, **args, **state.tensors() | {"vn_rows": vn_rows})
+        assert [kernel.__name__ for kernel, *_ in recorder.launches] == kernels
