@@ -95,7 +95,7 @@ _ONE, _SEVERAL, _SMALL_ONE = (64, 1, 128, True), (1, 4, 64, False), (1, 1, 64, F
 
 #: What is compiled of each backend: (B, T, K, whether all is given). The second dtype differs in conversions
 #: only.
-_CALLS = {
+_CALLS: dict[str, dict[torch.dtype, Sequence[tuple[int, int, int, bool]]]] = {
     "triton": {BF16: (_ONE, _SEVERAL), F16: (_ONE,)},
     "hopper": {BF16: (_ONE,), F16: (_SMALL_ONE,)},
 }
