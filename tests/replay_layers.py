@@ -74,7 +74,7 @@ def _states(backend: str) -> Call:
     return Call("chunk_gated_delta_rule_fwd_h", backend, {**given, "output_final_state": True})
 
 
-def _step() -> Call:
+def _step(backend: str) -> Call:
     given: dict[str, Any] = {name: shape(3, 1, 2, 64) for name in ("q", "k", "v")}
     given |= {"g": shape(3, 1, 2, dtype=F32), "beta": shape(3, 1, 2, dtype=F32), "scale": 0.1}
     given |= {"slots": None, "lengths": None, "use_qk_l2norm_in_kernel": False}
@@ -82,7 +82,7 @@ def _step() -> Call:
     given |= {name: shape(3, 1, 2, 64, 64) for name in ("k_rows", "bv_rows", "vn_rows")}
     given |= {"inverse": shape(3, 1, 2, 64, 64, dtype=F32), "place": shape(3, 4, dtype=INT32)}
     given |= {name: shape(3, 1, 2, 64, dtype=F32) for name in ("beta_rows", "gate_rows")}
-    return Call("gated_delta_rule_step_rows", "triton", given)
+    return Call("gated_delta_rule_step_rows", backend, given)
 
 
 def _norm(**more: Any) -> Call:
@@ -104,7 +104,7 @@ DELTA_NETS = {
     **{f"gated delta rule, {each}": _rule(each) for each in ("hopper", "triton")},
     **{f"gated delta rule backward, {each}": _rule_bwd(each) for each in ("hopper", "triton")},
     **{f"states, {each}": _states(each) for each in ("hopper", "triton")},
-    "decoding of the delta rule": _step(),
+    **{f"decoding of the delta rule, {each}": _step(each) for each in ("hopper", "triton")},
     "gated norm": _norm(return_rstd=True),
     "gated norm backward": _norm(
         rstd=shape(33, dtype=F32), dout=shape(33, 64), **wanted("x", "weight", "gate")

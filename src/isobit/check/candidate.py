@@ -63,7 +63,7 @@ class Candidate(Op):
     def __post_init__(self) -> None:
         self.forget()
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, like: Hashable = None, /, **given: Any) -> Any:
         raise TypeError(f"a candidate for {self.name} is called through its function")
 
     def fake(self, **given: Any) -> tuple[Tensor, ...]:

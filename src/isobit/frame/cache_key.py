@@ -7,7 +7,7 @@ The key of a *family* is wider: it covers calls with any number of rows. Batches
 step, and neither contracts nor rules nor backends depend on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from types import NoneType
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ def split_key(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> tuple
     return (*family, len(lead), *odd), lead
 
 
-def remember(answers: dict[CacheKey, Any], key: CacheKey | None, answer: Any) -> None:
+def remember(answers: dict[Any, Any], key: Hashable, answer: Any) -> None:
     """Cache an answer for calls with this key. If there are too many, the whole cache is cleared."""
     if key is None:
         return

@@ -12,7 +12,7 @@ says which. An argument that is neither a tensor nor a number may be anything; i
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isobit.frame.backend import Args, choose
+from isobit.frame.cache_key import cache_key_of, remember
 from isobit.frame.call_plan import validates
 from isobit.frame.contract import Contract, ContractError
 from isobit.frame.op import CONTROLS, OPS, Op
@@ -33,6 +34,7 @@ class Served(NamedTuple):
     args: Args
     backend: str
     validated: bool
+    like: "Known | None" = None  # the same object for calls that differ in tensor values only
 
 
 @dataclass(eq=False)
@@ -49,7 +51,7 @@ class Composed(PublicOp):
         """Why a graph cannot contain a call."""
         return f"{self.name} is a function over ops: {self.why}"
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, like: Hashable = None, /, **given: Any) -> Any:
         raise TypeError(f"{self.untraceable}; call isobit.{self.name}")
 
     def public(self, function: F) -> F:
@@ -73,21 +75,59 @@ class Composed(PublicOp):
                 other_class_by_default=with_more(each.other_class_by_default),
             )  # fmt: skip
 
-    def serve(self, given: Args) -> Served:
-        """Check a call against the contract and choose its backend, or raise an error."""
+    def forget(self) -> None:
+        super().forget()
+        self._known: dict[Any, Known] = {}
+
+    def serve(self, given: Args, forms: Mapping[str, Hashable] | None = None) -> Served:
+        """Check a call against the contract and choose its backend, or raise an error.
+
+        `forms` has, for each argument that is neither a tensor nor a number, all that anybody asks of it
+        before kernels run. With it, calls that differ in tensor values only are checked once.
+        """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ContractError(f"{self.untraceable}, so no transform of torch.func can see through it")
+        if self._planned_for != self.backends:
+            self.forget()
+        key = None
+        if forms is not None:
+            plain = self.contract.in_order({**given, **dict.fromkeys(forms)})
+            own = cache_key_of(plain, torch.is_grad_enabled())
+            key = None if own is None else (own, *forms.values())
+            known = self._known.get(key)
+            if known is not None and not validated(known.validate, known.on_cpu):
+                args = {**known.scalars, **{name: given[name] for name in known.others}}
+                return Served(args, known.backend, False, known)
         values = self.bind(given)
         args, _ = self._validated(values)
         controls = {p.name: args.pop(p.name) for p in CONTROLS}
         device = values[0].device
         backend = choose(self.contract, self.backends, args, controls, device)
-        validate = controls["validate"]
-        if validate is None:
-            validate = device.type == "cpu" or validates(None)
+        validate = validated(controls["validate"], device.type == "cpu")
         if validate:
             self._check_values(values)
+        if forms is not None and key is not None:
+            others = [name for name, v in args.items() if name in forms or isinstance(v, torch.Tensor)]
+            scalars = args | dict.fromkeys(others)  # in order, and without tensors, which would be kept alive
+            known = Known(scalars, others, backend.name, controls["validate"], device.type == "cpu")
+            remember(self._known, key, known)
         return Served(args, backend.name, validate)
+
+
+@dataclass(eq=False, slots=True)
+class Known:
+    """What is known of calls with one cache key."""
+
+    scalars: Args
+    others: list[str]  # arguments that are not scalars
+    backend: str
+    validate: bool | None
+    on_cpu: bool
+
+
+def validated(validate: bool | None, on_cpu: bool) -> bool:
+    """Whether tensor values are checked: always, never, or if that waits for nothing or was asked for."""
+    return (on_cpu or validates(None)) if validate is None else validate
 
 
 def outside_graphs(function: F, why: str) -> F:

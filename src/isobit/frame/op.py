@@ -25,7 +25,7 @@ the device, and a compiled graph must not freeze these.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -47,7 +47,7 @@ from isobit.frame.backend import (
     explain,
     whole_path,
 )
-from isobit.frame.cache_key import CacheKey, cache_key_of
+from isobit.frame.cache_key import CacheKey, cache_key_of, remember
 from isobit.frame.call_plan import NAMESPACE, CallPlan
 from isobit.frame.contract import MISSING, Contract, ContractError, Param, params_of
 from isobit.frame.derivative import Derivative, Grads
@@ -262,12 +262,13 @@ class Op:
 
     # Running
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, like: Hashable = None, /, **given: Any) -> Any:
         """Call by keyword; omitted arguments have their defaults. Finds the call plan, or makes one, and runs
         it.
 
         Plain tensors outside any tracing go past the `torch.library` op, because the dispatcher's hops to a
-        Python body cost tens of microseconds. For a known cache key nothing is checked or chosen again.
+        Python body cost tens of microseconds. For a known cache key nothing is checked or chosen again. A
+        caller who knows that calls have the same key says so by `like`, which is then not computed.
         """
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
@@ -275,8 +276,13 @@ class Op:
         key = plan = None
         watched = is_watched() or forward_ad._current_level >= 0
         if not watched:
-            key = cache_key_of(values, _grad_enabled())
-            plan = self._cached_plan(key)
+            if like is not None and self._planned_for == self.backends:
+                plan = self._plans.alike.get(like)
+            if plan is None:
+                key = cache_key_of(values, _grad_enabled())
+                plan = self._cached_plan(key)
+                if like is not None and plan is not None:
+                    remember(self._plans.alike, like, plan)
         if plan is None:
             typed = self._typed(values)
             if typed is not values and not watched:  # for example, a numpy number has become a Python number

@@ -1,6 +1,6 @@
 """The call plans of an op, by cache key and by family."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobit.frame.cache_key import CacheKey, Sizes, remember, split_key
 from isobit.frame.call_plan import CallPlan
@@ -17,6 +17,7 @@ class Plans(dict[CacheKey, CallPlan]):
     def __init__(self, contract: Contract) -> None:
         super().__init__()
         self.families: dict[CacheKey, CallPlan] = {}
+        self.alike: dict[Any, CallPlan] = {}  # by what callers say of calls (`Op.__call__`)
         self.into: dict[CacheKey, CallPlan] = {}  # by keys with the memory of a result (`isobit.frame.into`)
         self.varying: Varying | None = None
         self._contract = contract

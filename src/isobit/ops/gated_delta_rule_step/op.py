@@ -23,10 +23,10 @@ from torch import Tensor
 
 from isobit.frame.composed import composed
 from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
-from isobit.frame.device import triton_cannot_run
+from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1_CPU, gated_delta_rule, not_on_the_cpu
+from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, gated_delta_rule, not_on_the_cpu
 
 if TYPE_CHECKING:
     from isobit.ops.gated_delta_rule_step.state import DeltaState
@@ -86,7 +86,7 @@ def gated_delta_rule_step(
             results, but no access is out of bounds.
         numerics: the numerics class that the result must have, on a Hopper GPU "gdr/1". It is an error if no
             backend can keep it.
-        backend: force "triton" or "model" (CPU); None takes the first that can serve.
+        backend: force "hopper", "triton" or "model" (CPU); None takes the first that can serve.
 
     Returns:
         out [B, T, HV, V], of the dtype of q. No gradient goes through it.
@@ -110,13 +110,17 @@ def gated_delta_rule_step(
         "from_empty": from_empty,
         "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    served = declared.serve(given)
-    args = {name: value for name, value in served.args.items() if name not in ("state", "from_empty")}
+    form = getattr(state, "form", None)  # anything else than a state has none, and is refused
+    served = declared.serve(given, None if form is None else {"state": form})
+    args = served.args
+    del args["state"], args["from_empty"]
     if scale is None:
         args["scale"] = q.shape[-1] ** -0.5
     args |= state.tensors()
     T, pieces = q.shape[1], []
     whole = T // CHUNK * CHUNK if from_empty else 0
+    if T <= CHUNK and not whole:
+        return rows(served.like, **args, backend=served.backend)
     with torch.no_grad():
         if whole:
             pieces.append(_chunks(state, args, whole, served.backend))
@@ -245,6 +249,9 @@ rows.rule(_few)
 # Backends, fastest first. There is no plain PyTorch one: what a state holds belongs to the class.
 
 
+rows.backend(
+    "hopper", run="kernels_hopper:rows", numerics=str(GDR_1), cannot_run=hopper_cannot_run, launches=True
+)
 rows.backend(
     "triton",
     run="kernels_triton:rows",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.frame.cache_key import CacheKey, cache_key_of
 from isobit.frame.call_plan import validates
 from isobit.frame.contract import ContractError, describe, dtype_name
 
@@ -76,6 +77,7 @@ class DeltaState:
     beta_rows: Tensor  #: [slots, P, HV, 64] fp32
     gate_rows: Tensor  #: [slots, P, HV, 64] fp32: the sum of g from the chunk's start
     place: Tensor  #: [slots, 4] int32
+    _form: tuple[list[Tensor], list[int], CacheKey | None]  # its tensors, their addresses, and `form`
 
     def __init__(
         self,
@@ -163,6 +165,17 @@ class DeltaState:
     def is_seeded(self) -> Tensor:
         """[slots] bool: whether a state to begin with was given."""
         return self.place[:, SEEDED] != 0
+
+    @property
+    def form(self) -> CacheKey | None:
+        """All that calls ask of a state before kernels run: everything about its tensors but their values.
+        None if they are unusual. Kept, as long as it has the same tensors at the same addresses."""
+        own = [getattr(self, name) for name in TENSORS]
+        at = [t.data_ptr() for t in own]
+        known = self.__dict__.get("_form")
+        if known is None or known[1] != at or any(a is not b for a, b in zip(known[0], own, strict=True)):
+            known = self._form = own, at, cache_key_of(own, False)
+        return known[2]
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""

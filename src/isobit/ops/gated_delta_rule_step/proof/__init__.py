@@ -3,6 +3,7 @@ error bounds are those of `gated_delta_rule`, for all tokens of a sequence."""
 
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -90,17 +91,24 @@ def memory(case: Case, backend: str, direction: str) -> int:
     return tokens * (2 * d["K"] + 2 * CHUNK + 8) + d["B"] * d["HV"] * 64 * CHUNK + (1 << 20)
 
 
-def record(launch: Any, dtype: torch.dtype) -> None:
-    """One token and several, with and without what is optional. The second dtype differs in conversions
-    only: one token."""
-    from isobit.ops.gated_delta_rule_step import kernels_triton
+_ONE, _SEVERAL, _SMALL_ONE = (64, 1, 128, True), (1, 4, 64, False), (1, 1, 64, False)
 
+#: What is compiled of each backend: (B, T, K, whether all is given). The second dtype differs in conversions
+#: only.
+_CALLS: dict[str, dict[torch.dtype, Sequence[tuple[int, int, int, bool]]]] = {
+    "triton": {BF16: (_ONE, _SEVERAL), F16: (_ONE,)},
+    "hopper": {BF16: (_ONE,), F16: (_SMALL_ONE,)},
+}
+
+
+def record(backend: str, launch: Any, dtype: torch.dtype) -> None:
+    kernels = import_module(f"isobit.ops.gated_delta_rule_step.kernels_{backend}")
     narrow = F16 if dtype == F32 else dtype
 
     def empty(*shape: int, dtype: torch.dtype = narrow) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for B, T, K, full in ((64, 1, 128, True), (1, 4, 64, False))[: 2 if dtype == BF16 else 1]:
+    for B, T, K, full in _CALLS[backend][narrow]:
         H, HV, V, N = 16, 32, 128, 70
         P = 1 if full else 2
         state = {
@@ -110,7 +118,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
             "beta_rows": empty(N, P, HV, CHUNK, dtype=F32), "gate_rows": empty(N, P, HV, CHUNK, dtype=F32),
             "place": empty(N, 4, dtype=torch.int32),
         }  # fmt: skip
-        kernels_triton.rows(
+        kernels.rows(
             launch, q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, HV, V),
             g=empty(B, T, HV, dtype=F32) if full else None, beta=empty(B, T, HV, dtype=F32),
             slots=empty(B, dtype=torch.int32) if full else None,
@@ -171,7 +179,9 @@ PROOF = Proof(
     ],
     mutants=MUTANTS,
     bad_value=_twice,
-    kernels={"triton": Kernels(record, targets=(("cuda", 90, 32),))},
+    kernels={
+        name: Kernels(partial(record, name), targets=(("cuda", 90, 32),)) for name in ("hopper", "triton")
+    },
     rows="B",
     exact=exact,
     agree_cases=[
