@@ -21,8 +21,9 @@ from isobit.frame.launch import Launch, run
 from isobit.kernels.triton.interpreter import INTERPRETED, narrow
 from isobit.kernels.triton.silu import silu
 
-#: Tokens and channels of a program of four warps.
-ROWS, COLUMNS = 16, 128
+#: A program of four warps takes RUNS runs of RUN tokens, and COLUMNS channels. It loads CHUNK tokens of each run
+#: at a time.
+RUNS, RUN, CHUNK, COLUMNS = 8, 16, 4, 128
 
 #: Arguments that change with the batch. They are not specialised, to avoid recompiles.
 BATCH = ("N", "T", "S", "steps", "x_sb", "x_st", "first_s", "cu_s")
@@ -33,12 +34,12 @@ BATCH = ("N", "T", "S", "steps", "x_sb", "x_st", "first_s", "cu_s")
 
 @triton.jit
 def begins_of(row, T, S, first, cu_seqlens, first_s, cu_s, steps):
-    """(sequence, first row of it) of rows of the flattened [B * T]. With cu_seqlens it is the last sequence
-    that begins at the row or before it, found by bisection."""
+    """(sequence, first row of it) of a row of the flattened [B * T], or of several. With cu_seqlens it is the
+    last sequence that begins at the row or before it, found by bisection."""
     if cu_seqlens is not None:
-        low = tl.zeros(row.shape, tl.int64)
+        low = row * 0
         for i in range(steps):
-            middle = low + (tl.full(row.shape, 1, tl.int64) << (steps - 1 - i))
+            middle = low + ((row * 0 + 1) << (steps - 1 - i))
             inside = middle < S
             at = tl.load(cu_seqlens + middle * cu_s, mask=inside, other=0).to(tl.int64)
             low = tl.where(inside & (at <= row), middle, low)
@@ -51,6 +52,62 @@ def begins_of(row, T, S, first, cu_seqlens, first_s, cu_s, steps):
             inside = sequence < S
             begin += tl.load(first + sequence * first_s, mask=inside, other=0).to(tl.int64)
     return sequence, begin
+
+
+@triton.jit
+def in_one_sequence(start, end, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U: tl.constexpr):
+    """Whether rows from start - U to end exist, and are of one sequence and no padding."""
+    sequence, begin = begins_of(start, T, S, first, cu_seqlens, first_s, cu_s, steps)
+    other, _ = begins_of(end, T, S, first, cu_seqlens, first_s, cu_s, steps)
+    return (sequence == other) & (start - U >= begin) & (end < N)
+
+
+@triton.jit
+def places_of(
+    row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U: tl.constexpr, EDGES: tl.constexpr
+):
+    """(sequence, batch element, tokens of the sequence before this one) of rows. The last is at most U, and
+    -1 for padding and for rows that do not exist. Without EDGES all are in the sequence of row `start`, and
+    not among its first U."""
+    if EDGES:
+        sequence, begin = begins_of(tl.maximum(row, 0), T, S, first, cu_seqlens, first_s, cu_s, steps)
+        since = tl.where((row >= 0) & (row < N), tl.minimum(tl.maximum(row - begin, -1), U), -1)
+        b = sequence
+        if cu_seqlens is not None:
+            b = sequence * 0
+    else:
+        since = tl.full(row.shape, U, tl.int64)
+        b = start // T + tl.zeros(row.shape, tl.int64)
+        sequence = b
+    return sequence, b, since
+
+
+@triton.jit
+def load_rows(ptr, row, b, col, N, T, sb, st, D, EDGES: tl.constexpr):
+    """Rows [rows, columns] in their dtype; zeros for rows that do not exist."""
+    mask = (col < D)[None, :]
+    if EDGES:
+        mask = mask & ((row >= 0) & (row < N))[:, None]
+    at = b * sb + (row - b * T) * st
+    return tl.load(ptr + at[:, None] + col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def inputs_of(held, state, sequence, since, col, S, D, W: tl.constexpr, EDGES: tl.constexpr):
+    """The W inputs of rows, of which `held` are the last W rows of x: what is before a sequence is replaced by
+    its state, or by zeros."""
+    given = held
+    if EDGES:
+        given = ()
+        for k in tl.static_range(W):
+            before = tl.zeros(held[k].shape, tl.float32)
+            if state is not None:
+                known = (since >= 0) & (since < W - 1 - k) & (sequence >= 0) & (sequence < S)
+                at = (sequence * (W - 1) + since + k) * D
+                mask = known[:, None] & (col < D)[None, :]
+                before = tl.load(state + at[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            given = given + (tl.where((since >= W - 1 - k)[:, None], held[k], before),)
+    return given
 
 
 @triton.jit
@@ -72,43 +129,105 @@ def input_of(x, state, row, sequence, begin, col, N, T, S, x_sb, x_st, D, U: tl.
 
 
 @triton.jit
-def tap(weight, col, k, D, W: tl.constexpr):
-    """[1, columns]: one tap of the weight in fp32."""
-    return tl.load(weight + col * W + k, mask=col < D, other=0.0).to(tl.float32)[None, :]
+def taps_of(weight, col, D, W: tl.constexpr):
+    """The taps in fp32, each [1, columns]."""
+    taps = ()
+    for k in tl.static_range(W):
+        taps = taps + (tl.load(weight + col * W + k, mask=col < D, other=0.0).to(tl.float32)[None, :],)
+    return taps
 
 
 @triton.jit
-def sums_of(
-    x, weight, bias, state, row, sequence, begin, col, N, T, S, x_sb, x_st, D, W: tl.constexpr,
-):  # fmt: skip
-    """z of these rows."""
-    z = tl.zeros([row.shape[0], col.shape[0]], tl.float32)
+def sum_of_inputs(given, taps, bias, col, D, W: tl.constexpr):
+    """z."""
+    z = tl.zeros(given[0].shape, tl.float32)
     if bias is not None:
         z = z + tl.load(bias + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
     for k in tl.static_range(W):
-        at = row - (W - 1) + k
-        z = z + input_of(
-            x, state, at, sequence, begin, col, N, T, S, x_sb, x_st, D, W - 1
-        ) * tap(weight, col, k, D, W)  # fmt: skip
+        z = z + given[k] * taps[k]
     return z
+
+
+@triton.jit
+def in_fp32(values, COUNT: tl.constexpr):
+    wide = ()
+    for i in tl.static_range(COUNT):
+        wide = wide + (values[i].to(tl.float32),)
+    return wide
+
+
+@triton.jit
+def without_first(values, COUNT: tl.constexpr):
+    """A tuple of COUNT without its first."""
+    rest = ()
+    for i in tl.static_range(1, COUNT):
+        rest = rest + (values[i],)
+    return rest
+
+
+@triton.jit
+def load_chunk(
+    ptr, base, start, col, N, T, S, sb, st, first, cu_seqlens, first_s, cu_s, steps, D,
+    COUNT: tl.constexpr, U: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """COUNT rows from base on, each one later than the one before."""
+    rows = ()
+    for i in tl.static_range(COUNT):
+        row = base + i
+        _, b, _ = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U, EDGES)
+        rows = rows + (load_rows(ptr, row, b, col, N, T, sb, st, D, EDGES),)
+    return rows
+
+
+@triton.jit
+def convolve_run(
+    x, weight, bias, state, first, cu_seqlens, out, start, base, col, N, T, S, steps, x_sb, x_st, first_s,
+    cu_s, D, W: tl.constexpr, SILU: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """RUN rows from each of `base` on."""
+    U: tl.constexpr = W - 1
+    taps = taps_of(weight, col, D, W)
+    before = load_chunk(x, base - U, start, col, N, T, S, x_sb, x_st, first, cu_seqlens, first_s, cu_s, steps,
+                        D, U, U, EDGES)  # fmt: skip
+    held = in_fp32(before, U)
+    for done in range(0, RUN, CHUNK):
+        loaded = load_chunk(x, base + done, start, col, N, T, S, x_sb, x_st, first, cu_seqlens, first_s, cu_s,
+                            steps, D, CHUNK, U, EDGES)  # fmt: skip
+        for i in tl.static_range(CHUNK):
+            row = base + done + i
+            sequence, _, since = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U,
+                                           EDGES)
+            held = held + (loaded[i].to(tl.float32),)
+            given = inputs_of(held, state, sequence, since, col, S, D, W, EDGES)
+            held = without_first(held, W)
+            z = sum_of_inputs(given, taps, bias, col, D, W)
+            if SILU:
+                z = silu(z)
+            mask = (col < D)[None, :]
+            if EDGES:
+                z = tl.where((since >= 0)[:, None], z, 0.0)
+                mask = mask & (row < N)[:, None]
+            tl.store(out + row[:, None] * D + col[None, :], narrow(z, out), mask=mask)
 
 
 @triton.jit(do_not_specialize=BATCH)
 def convolve_rows(
     x, weight, bias, state, first, cu_seqlens, out, N, T, S, steps, x_sb, x_st, first_s, cu_s, D,
-    W: tl.constexpr, SILU: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, WORD: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Strides of x are in words of WORD elements."""
-    x_sb, x_st = x_sb * WORD, x_st * WORD
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """RUNS runs of rows. Strides of x are in words of WORD elements."""
+    x_sb, x_st = x_sb.to(tl.int64) * WORD, x_st.to(tl.int64) * WORD
+    start = tl.program_id(0).to(tl.int64) * (RUNS * RUN)
+    base = start + tl.arange(0, RUNS) * RUN
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    sequence, begin = begins_of(row, T, S, first, cu_seqlens, first_s, cu_s, steps)
-    z = sums_of(x, weight, bias, state, row, sequence, begin, col, N, T, S, x_sb, x_st, D, W)
-    if SILU:
-        z = silu(z)
-    z = tl.where((row >= begin)[:, None], z, 0.0)
-    mask = (row < N)[:, None] & (col < D)[None, :]
-    tl.store(out + row[:, None] * D + col[None, :], narrow(z, out), mask=mask)
+    end = start + (RUNS * RUN - 1)
+    if in_one_sequence(start, end, N, T, S, first, cu_seqlens, first_s, cu_s, steps, W - 1):
+        convolve_run(x, weight, bias, state, first, cu_seqlens, out, start, base, col, N, T, S, steps, x_sb,
+                     x_st, first_s, cu_s, D, W, SILU, RUN, CHUNK, False)
+    else:
+        convolve_run(x, weight, bias, state, first, cu_seqlens, out, start, base, col, N, T, S, steps, x_sb,
+                     x_st, first_s, cu_s, D, W, SILU, RUN, 1, True)
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -180,10 +299,9 @@ def convolve_next(
 # Launchers
 
 
-def tile_of(D: int, most: int = COLUMNS) -> dict[str, int]:
-    """Tokens and channels of a program. The interpreter has a cost per program, so it takes more."""
-    columns = min(4096 if INTERPRETED.value else most, triton.next_power_of_2(max(D, 1)))
-    return {"ROWS": ROWS, "COLUMNS": columns}
+def columns_of(D: int, most: int) -> int:
+    """Channels of a program. The interpreter has a cost per program, so it takes more."""
+    return min(4096 if INTERPRETED.value else most, triton.next_power_of_2(max(D, 1)))
 
 
 def walk(args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -216,12 +334,13 @@ def causal_conv1d(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | N
     state = dense(args["initial_state"])
     where, (N, length, S, steps, *of_where) = walk(args)
     of_x, word = in_words(x)
-    strides, tile = (*of_x, *of_where), tile_of(D)
+    strides, columns = (*of_x, *of_where), columns_of(D, COLUMNS)
     if out.numel() and S:
         launch(
-            convolve_rows, (triton.cdiv(N, ROWS), triton.cdiv(D, tile["COLUMNS"])),
+            convolve_rows, (triton.cdiv(N, RUNS * RUN), triton.cdiv(D, columns)),
             x, weight, args["bias"], state, *where, out, N, length, S, steps, *strides, D,
-            W=W, SILU=args["activation"] == "silu", WORD=word, **tile, num_warps=4, enable_fp_fusion=False,
+            W=W, SILU=args["activation"] == "silu", WORD=word, RUNS=RUNS, RUN=RUN, CHUNK=CHUNK,
+            COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if not args["return_final_state"]:
         return out, None
@@ -230,9 +349,9 @@ def causal_conv1d(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | N
         return out, final.zero_() if state is None else final.copy_(state)
     if final.numel():
         launch(
-            last_inputs, (S, triton.cdiv(D, tile["COLUMNS"])),
+            last_inputs, (S, triton.cdiv(D, columns)),
             x, state, *where, final, N, T, S, *strides, D,
-            U=W - 1, WORD=word, COLUMNS=tile["COLUMNS"], num_warps=4, enable_fp_fusion=False,
+            U=W - 1, WORD=word, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out, final
 
@@ -242,7 +361,7 @@ def causal_conv1d_update(launch: Launch = run, **args: Any) -> Tensor:
     x, state, weight, slots = args["x"], args["state"], args["weight"].contiguous(), args["slots"]
     B, T, D = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    columns, (strides, word) = tile_of(D, 2 * COLUMNS)["COLUMNS"], in_words(x)
+    columns, (strides, word) = columns_of(D, 2 * COLUMNS), in_words(x)
     if out.numel():
         launch(
             convolve_next, (B, triton.cdiv(D, columns)),

@@ -77,13 +77,28 @@ def norm_rows(
         tl.store(rstd + row, tl.reshape(scale, [ROWS]), mask=row < N)
 
 
+@triton.jit
+def load_terms(
+    x, gate, dout, rstd, row, wanted, N, inner, x_so, x_si, gate_so, gate_si, dout_so, dout_si, col,
+    D: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """(x, gate, dout, rstd) of rows in their dtypes; zeros if they are not wanted."""
+    live = (row < N) & wanted
+    mask = live[:, None] & (col < D)[None, :]
+    h = load_tile(x, row, inner, x_so, x_si, col, mask, WORD)
+    z = load_tile(gate, row, inner, gate_so, gate_si, col, mask, WORD)
+    given = load_tile(dout, row, inner, dout_so, dout_si, col, mask, WORD)
+    return h, z, given, tl.load(rstd + row, mask=live, other=0.0)
+
+
 @triton.jit(do_not_specialize=BATCH)
 def gradient_rows(
     x, gate, dout, weight, rstd, dx, dgate, partials, N, inner, x_so, x_si, gate_so, gate_si,
     dout_so, dout_si,
     D: tl.constexpr, WORD: tl.constexpr, LOG: tl.constexpr, GROUP: tl.constexpr, LOG_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients that are not wanted are None, and cost nothing."""
+    """Gradients that are not wanted are None, and cost nothing. The rows after these are loaded while these
+    are computed: stores are in between, so the compiler cannot move the loads ahead."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     ROWS: tl.constexpr = 1 << LOG_GROUPS
     part = tl.program_id(0).to(tl.int64)
@@ -91,13 +106,16 @@ def gradient_rows(
     col = tl.arange(0, 1 << LOG)
     w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros([ROWS, 1 << LOG], tl.float32)
+    later = load_terms(x, gate, dout, rstd, base, True, N, inner, x_so, x_si, gate_so, gate_si, dout_so,
+                       dout_si, col, D, WORD)  # fmt: skip
     for i in range(GROUP):
         row = base + i
         mask = (row < N)[:, None] & (col < D)[None, :]
-        scale = tl.load(rstd + row, mask=row < N, other=0.0)[:, None]
-        y = load_tile(x, row, inner, x_so, x_si, col, mask, WORD).to(tl.float32) * scale
-        z = load_tile(gate, row, inner, gate_so, gate_si, col, mask, WORD).to(tl.float32)
-        given = load_tile(dout, row, inner, dout_so, dout_si, col, mask, WORD).to(tl.float32)
+        h, z, given, scale = later
+        later = load_terms(x, gate, dout, rstd, row + 1, i + 1 < GROUP, N, inner, x_so, x_si, gate_so,
+                           gate_si, dout_so, dout_si, col, D, WORD)  # fmt: skip
+        scale = scale[:, None]
+        y, z, given = h.to(tl.float32) * scale, z.to(tl.float32), given.to(tl.float32)
         dm = given * silu(z)
         at = row[:, None] * D + col[None, :]
         if partials is not None:

@@ -1,10 +1,11 @@
 """Scores, the choice of experts and their weights, in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 Class route/1, see docs/route.md.
 
-A program takes some rows, each whole and in registers. Experts are chosen one after another by the largest of
-a 64-bit number for each: the score in its upper half, in an order that integers have too, and the expert in
-the lower one, the lower expert larger. Whatever the logits hold, NaN included, these numbers are different,
-so the experts of a token are.
+A program takes some rows, each whole and in registers. Experts are chosen one after another: the largest key,
+which is the score in an order that integers have too, and of the experts that have it the lowest. Whatever
+the logits hold, NaN included, the experts of a token are different: what was chosen has the key NEVER, which
+is no score's. Largest, lowest and the one weight are reductions of 32-bit integers, for which NVIDIA's GPUs
+have an instruction within a warp. A program is one warp, so nothing passes through shared memory.
 
 exp is that of the device's math library. Kernels are compiled without contraction.
 """
@@ -24,11 +25,11 @@ from isobit.kernels.triton.logits import as_bytes
 from isobit.kernels.triton.rows import row_offset
 from isobit.ops.route.kernels_triton_sort import sort
 
-#: Numbers that a program of four warps has in registers.
-ELEMENTS = 512
+#: Numbers that a program, one warp, has in registers; at least a row.
+ELEMENTS = 256
 
 #: Less than every key, for what cannot be chosen.
-NEVER = tl.constexpr(-(2**63))
+NEVER = tl.constexpr(-(2**31))
 
 #: Arguments that change with the batch. They are not specialised, to avoid recompiles.
 BATCH = ("N", "inner", "z_so", "z_si", "mask_so", "mask_si")
@@ -79,23 +80,23 @@ def scores(z, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def key_of(score, number):
-    """Larger for a larger score, and of equal ones for the lower number. NaN counts as -inf, -0 as 0."""
+def key_of(score):
+    """Larger for a larger score. NaN counts as -inf, -0 as 0."""
     score = tl.where(score != score, float("-inf"), tl.where(score == 0.0, 0.0, score))
     bits = score.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def score_of(key):
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def number_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def first_largest(key, number, AXIS: tl.constexpr):
+    """(the largest key, the lowest number that has it) along an axis."""
+    largest = tl.max(key, axis=AXIS)
+    return largest, tl.min(tl.where(key == tl.expand_dims(largest, AXIS), number, 0x7FFFFFFF), axis=AXIS)
 
 
 @triton.jit
@@ -104,13 +105,15 @@ def in_best_groups(key, ROWS: tl.constexpr, EP: tl.constexpr, GROUPS: tl.constex
     others."""
     SIZE: tl.constexpr = EP // GROUPS
     by_group = tl.reshape(key, [ROWS, GROUPS, SIZE])
-    first = tl.max(by_group, axis=2)
-    second = tl.max(tl.where(by_group == first[:, :, None], NEVER, by_group), axis=2)
+    i = tl.arange(0, SIZE)[None, None, :]
+    first, at = first_largest(by_group, i, 2)
+    second = tl.max(tl.where(i == at[:, :, None], NEVER, by_group), axis=2)
     g = tl.arange(0, GROUPS)[None, :]
-    left = key_of(score_of(first) + score_of(second), g + tl.zeros([ROWS, GROUPS], tl.int32))
+    left = key_of(score_of(first) + score_of(second))
     taken = tl.zeros([ROWS, GROUPS], tl.int32)
     for _ in tl.static_range(TOP):
-        best = g == number_of(tl.max(left, axis=1))[:, None]
+        _, at = first_largest(left, g, 1)
+        best = g == at[:, None]
         taken = tl.where(best, 1, taken)
         left = tl.where(best, NEVER, left)
     return tl.reshape(tl.where(taken[:, :, None] != 0, by_group, NEVER), [ROWS, EP])
@@ -118,8 +121,9 @@ def in_best_groups(key, ROWS: tl.constexpr, EP: tl.constexpr, GROUPS: tl.constex
 
 @triton.jit
 def at_expert(x, hit):
-    """The element of every row that is hit: the others become zeros, which change no sum."""
-    return tl.sum(tl.where(hit, x, 0.0), axis=1)
+    """The element of every row that is hit, +0 for -0: a sum of its bits and of zeros."""
+    bits = tl.sum(tl.where(hit, x.to(tl.int32, bitcast=True), 0), axis=1)
+    return bits.to(tl.float32, bitcast=True) + 0.0
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -142,7 +146,7 @@ def route_rows(
         score = p
     if bias is not None:
         score = p + tl.load(bias + e, mask=e < E, other=0.0)
-    key = tl.where(e < E, key_of(score, e + tl.zeros([ROWS, EP], tl.int32)), NEVER)
+    key = tl.where(e < E, key_of(score), NEVER)
     if GROUPS > 0:
         key = in_best_groups(key, ROWS, EP, GROUPS, TOP_GROUPS)
     j_of = tl.arange(0, 1 << LOG_K)[None, :]
@@ -150,7 +154,7 @@ def route_rows(
     total = tl.zeros([ROWS], tl.float32)
     top = tl.zeros([ROWS], tl.float32)
     for j in tl.static_range(K):
-        number = number_of(tl.max(key, axis=1))
+        _, number = first_largest(key, e, 1)
         hit = e == number[:, None]
         key = tl.where(hit, NEVER, key)
         own = at_expert(p, hit)
@@ -238,7 +242,7 @@ def route(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         route_rows, (triton.cdiv(lead.numel(), tiles["ROWS"]),),
         z, bias if bias is None else bias.contiguous(), mask, weights, experts, lead.numel(), inner, *strides,
         **tiles, LOG_K=(K - 1).bit_length(), GROUPS=args["groups"] or 0, TOP_GROUPS=args["top_groups"] or 0,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     place, offsets = sort(launch, experts, E) if args["sort"] else (None, None)
     return weights, experts, place, offsets
@@ -253,8 +257,7 @@ def route_bwd(launch: Launch = run, **args: Any) -> Tensor:
     tiles = _tiles(E, args)
     launch(
         route_rows_bwd, (triton.cdiv(lead.numel(), tiles["ROWS"]),),
-        z, mask, experts, g, dlogits, lead.numel(), inner, *strides, **tiles, num_warps=4,
-        enable_fp_fusion=False,
+        z, mask, experts, g, dlogits, lead.numel(), inner, *strides, **tiles, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return dlogits
 
@@ -263,7 +266,8 @@ def _tiles(E: int, args: dict[str, Any]) -> dict[str, Any]:
     """The rows of a program, and what is fixed when a kernel is compiled."""
     log = (E - 1).bit_length()
     return {
-        "E": E, "K": args["top_k"], "LOG": log, "ROWS": min(max(ELEMENTS >> log, 1), 32),
+        "E": E, "K": args["top_k"], "LOG": log, "ROWS": min(max(ELEMENTS >> log, 1), 8),
         "SIGMOID": args["scoring"] == "sigmoid", "OVER_K": args["order"] == "topk_softmax",
         "NORMALIZE": args["normalize"],
     }  # fmt: skip
+
