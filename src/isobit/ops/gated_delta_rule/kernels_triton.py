@@ -2,6 +2,7 @@
 
     gates_kernel     step 1         one program per chunk and some value heads
     prepare_kernel   steps 2 to 4   one program per chunk and value head: u, w
+    fold_kernel      step 4         the same from a given T
     states_kernel    steps 5, 7     one program per sequence, value head and BV columns of the state, from the
                                     first chunk to the last: h (states at the starts of chunks), v_new
     output_kernel    step 6         one program per chunk, value head and BV columns
@@ -44,6 +45,9 @@ _AT_ONCE = tl.constexpr(4)
 
 #: Rows of q and k that one program normalizes.
 ROWS = 16
+
+#: Columns of u and w at a time, from a given T.
+FOLDED = 128
 
 #: Heads whose gates one program sums.
 HEADS = 32
@@ -138,6 +142,26 @@ def inverse(system, rows, DTYPE: tl.constexpr):
     return tl.where(c[:, None] <= i[None, :], T, 0.0)
 
 
+@triton.jit
+def fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN: tl.constexpr):
+    """u = T (beta v) and w = T (beta 2^g k)."""
+    for start in range(0, V, BN):
+        col = start + tl.arange(0, BN)
+        inside = live[:, None] & (col < V)[None, :]
+        at = (row * HV + hv)[:, None] * V + col[None, :]
+        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
+        values = rounded(b[:, None] * values, k.dtype.element_ty)
+        own = triangular(Tb, values, tl.zeros([_CHUNK, BN], tl.float32), rows)
+        tl.store(u + at, narrow(own, u), mask=inside)
+    for start in range(0, K, BN):
+        col = start + tl.arange(0, BN)
+        inside = live[:, None] & (col < K)[None, :]
+        keys = tl.load(k + (row * H + h)[:, None] * K + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        keys = rounded(keys * on_k[:, None], k.dtype.element_ty)
+        own = triangular(Tb, keys, tl.zeros([_CHUNK, BN], tl.float32), rows)
+        tl.store(w + (row * HV + hv)[:, None] * K + col[None, :], narrow(own, w), mask=inside)
+
+
 @triton.jit(do_not_specialize=["T", "SEQUENCES"])
 def prepare_kernel(
     k, v, beta, g2, cu_seqlens, systems, u, w, inverses, T, SEQUENCES, H, HV, K, V, BK: tl.constexpr,
@@ -177,21 +201,31 @@ def prepare_kernel(
     Tb = rounded(tl.load(system + r[:, None] * _CHUNK + r[None, :]), k.dtype.element_ty)
     if inverses is not None:
         tl.store(inverses + (row * HV + hv)[:, None] * _CHUNK + r[None, :], Tb, mask=live[:, None])
-    for start in range(0, V, BN):
-        col = start + tl.arange(0, BN)
-        inside = live[:, None] & (col < V)[None, :]
-        at = (row * HV + hv)[:, None] * V + col[None, :]
-        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
-        values = rounded(b[:, None] * values, k.dtype.element_ty)
-        own = triangular(Tb, values, tl.zeros([_CHUNK, BN], tl.float32), rows)
-        tl.store(u + at, narrow(own, u), mask=inside)
-    for start in range(0, K, BN):
-        col = start + tl.arange(0, BN)
-        inside = live[:, None] & (col < K)[None, :]
-        keys = tl.load(k + (row * H + h)[:, None] * K + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        keys = rounded(keys * on_k[:, None], k.dtype.element_ty)
-        own = triangular(Tb, keys, tl.zeros([_CHUNK, BN], tl.float32), rows)
-        tl.store(w + (row * HV + hv)[:, None] * K + col[None, :], narrow(own, w), mask=inside)
+    fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN)
+
+
+@triton.jit(do_not_specialize=["T", "SEQUENCES"])
+def fold_kernel(
+    k, v, beta, g2, cu_seqlens, inverses, u, w, T, SEQUENCES, H, HV, K: tl.constexpr, V: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """u and w of a chunk, for one value head, from T."""
+    pid = tl.program_id(0).to(tl.int64)
+    hv = pid % HV
+    h = hv // (HV // H)
+    row, rows = chunk_of((pid // HV).to(tl.int32), cu_seqlens, T, SEQUENCES)
+    if rows <= 0:
+        return
+    r = tl.arange(0, _CHUNK)
+    live = r < rows
+    row = row + r
+    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
+    on_k = b
+    if g2 is not None:
+        on_k = b * tl.exp2(tl.load(g2 + row * HV + hv, mask=live, other=0.0))
+    at = inverses + (row * HV + hv)[:, None] * _CHUNK + r[None, :]
+    Tb = tl.load(at, mask=live[:, None], other=0.0)
+    fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN)
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -304,8 +338,9 @@ def output_kernel(
 
 # Launchers
 
-#: A function like `states`.
+#: Functions like `states` and like `prepare`.
 States = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+Prepare = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
@@ -364,6 +399,23 @@ def prepare(
     return u, w, T_b
 
 
+def folded(
+    k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: Tensor,
+    launch: Launch = run,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(u, w) from T, rounded."""
+    B, T, HV, V = v.shape
+    H, K = k.shape[2:]
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    u, w = torch.empty_like(v), torch.empty(B, T, HV, K, dtype=k.dtype, device=k.device)
+    launch(
+        fold_kernel, (tiles_of(T, S, cu_seqlens) * HV,),
+        k, v, beta, g2, cu_seqlens, inverses, u, w, T, S, H, HV, K=K, V=V,
+        BN=min(columns_of(V, FOLDED), columns_of(K, FOLDED)), **_OPTIONS,
+    )  # fmt: skip
+    return u, w
+
+
 def states(
     k: Tensor, w: Tensor, u: Tensor, g: Tensor | None, gk: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, offsets: Tensor | None, chunks: int, v_first: bool, want_values: bool,
@@ -401,9 +453,9 @@ def fwd_h(
 
 
 def gated_delta_rule(
-    launch: Launch = run, carry: States = states, **args: Any
+    launch: Launch = run, carry: States = states, begin: Prepare = prepare, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final_state, inverse). `carry` computes the states."""
+    """(o, final_state, inverse). `begin` computes u and w, `carry` the states."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
@@ -413,7 +465,7 @@ def gated_delta_rule(
     if args["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q, launch), l2norm(k, launch)
     g2 = None if g is None else gates(g, bounds, launch)
-    u, w, inverse = prepare(k, v, beta, g2, bounds, args["return_inverse"], launch)
+    u, w, inverse = begin(k, v, beta, g2, bounds, args["return_inverse"], launch)
     tiles, v_first = tiles_of(T, S, bounds), args["state_v_first"]
     chunks = -(-T // CHUNK) if bounds is None else tiles
     h, v_new, final = carry(
