@@ -10,7 +10,7 @@ block of 16 rows to the next:
     the block itself: a row that is finished is taken by the rows after it
     it is stored, for the blocks after it
 
-So each element takes its terms in ascending order. Each row of T that is read serves 16 rows, and each element
+So each element takes its terms in ascending order. A row of T that is read serves 16 rows, and an element
 of A, which all lanes read at the same time, two columns.
 
 -A is stored transposed, [j, i], above the diagonal of a square; T takes the rest of it. [j, system, i]: a row
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.descriptors import descriptor, matrix
+from isobit.kernels.hopper.pieces import barrier
 from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
     gl,
@@ -35,7 +36,6 @@ from isobit.kernels.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.kernels.hopper.pieces import barrier
 from isobit.ops.delta_rule.kernels_hopper import rows_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 from isobit.ops.gated_delta_rule.model import CHUNK
@@ -48,6 +48,7 @@ C = gl.constexpr(CHUNK)
 
 #: [system, row, column].
 OF_BLOCK = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 OF_PRODUCT = gl.constexpr(accumulator_layout(64))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 CUBE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -86,21 +87,25 @@ def _chunk_of(tile, cu_seqlens, T, S, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _system(keys, beta, g2, row, rows, hv, HV, HAS_G: gl.constexpr):
-    """-A transposed, [j, i]; what is not above the diagonal is anything."""
+def _of_chunk(at, row, rows, hv, HV):
+    """A number of each row of the chunk; 0 where there is no row."""
+    i = gl.arange(0, C, ONE_EACH)
+    return gl.load(at + (row + i).to(gl.int64) * HV + hv, mask=i < rows, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _system(keys, beta, gate, HAS_G: gl.constexpr):
+    """-A transposed, [j, i]; what is not above the diagonal, and what belongs to no row, is anything."""
     kk = warpgroup_mma(
         keys, keys.permute((1, 0)), gl.zeros((C, C), gl.float32, OF_PRODUCT), use_acc=False, is_async=True
     )
-    i = gl.arange(0, C, gl.SliceLayout(0, OF_PRODUCT))
-    at = (row + i).to(gl.int64) * HV + hv
-    factor = gl.expand_dims(gl.load(beta + at, mask=i < rows, other=0.0).to(gl.float32), 0)
+    factor = gl.expand_dims(gl.convert_layout(-beta, gl.SliceLayout(0, OF_PRODUCT)), 0)
     if HAS_G:
-        j = gl.arange(0, C, gl.SliceLayout(1, OF_PRODUCT))
-        of_j = gl.load(g2 + (row + j).to(gl.int64) * HV + hv, mask=j < rows, other=0.0)
-        of_i = gl.load(g2 + at, mask=i < rows, other=0.0)
-        factor = factor * gl.exp2(gl.expand_dims(of_i, 0) - gl.expand_dims(of_j, 1))
+        of_i = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(0, OF_PRODUCT)), 0)
+        of_j = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(1, OF_PRODUCT)), 1)
+        factor = factor * gl.exp2(of_i - of_j)
     kk = warpgroup_mma_wait(0, deps=(kk,))
-    return gl.where(gl.expand_dims(i < rows, 0), -(kk * factor), 0.0)
+    return kk * factor
 
 
 @gluon.jit
@@ -163,20 +168,24 @@ def solve_kernel(
         mbarrier.init(ready.index(s), count=1)
     of_system = gl.arange(0, SYSTEMS, gl.SliceLayout(1, gl.SliceLayout(2, OF_BLOCK)))
     place, there = of_system.to(gl.int64) * 0, of_system * 0
-    row, rows = (), ()
+    row, betas, gates = (), (), ()
     for s in gl.static_range(SYSTEMS):
         n = gl.minimum(number + s, count - 1)
         own_row, own_rows = _chunk_of(n // HV, cu_seqlens, T, S, PACKED)
         own_rows = gl.where(number + s < count, own_rows, 0)
-        row, rows = row + (own_row,), rows + (own_rows,)
+        row = row + (own_row,)
+        betas = betas + (_of_chunk(beta, own_row, own_rows, n % HV, HV),)
+        if HAS_G:
+            gates = gates + (_of_chunk(g2, own_row, own_rows, n % HV, HV),)
+        else:
+            gates = gates + (betas[s],)
         place = gl.where(of_system == s, own_row.to(gl.int64) * HV + n % HV, place)
         there = gl.where(of_system == s, own_rows, there)
         if s < BUFFERS:
             _load_keys(k_desc, keys, ready, s, own_row, n % HV // group, K, BUFFERS)
     for s in gl.static_range(SYSTEMS):
-        hv = gl.minimum(number + s, count - 1) % HV
         mbarrier.wait(ready.index(s), 0)
-        own = _system(keys.index(s % BUFFERS), beta, g2, row[s], rows[s], hv, HV, HAS_G)
+        own = _system(keys.index(s % BUFFERS), betas[s], gates[s], HAS_G)
         by_system.slice(s * C, C, 1).store(own)
         if s + BUFFERS < SYSTEMS:
             barrier()  # all warps have finished the product

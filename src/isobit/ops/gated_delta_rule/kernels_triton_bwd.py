@@ -481,7 +481,7 @@ def gated_delta_rule_bwd(
     # Each chunk by itself
     dr, dv = local, empty(*v.shape, dtype=v.dtype)  # `local` is in dvn now
     ds, m = (empty(tiles, HV, CHUNK, CHUNK, dtype=v.dtype) for _ in range(2))
-    # Part 0 of dbeta and dG is that of `dr_kernel` and `inner_kernel`, then there is one for every 64 columns of k.
+    # Part 0 of dbeta and dG is that of `dr_kernel` and `inner_kernel`; then each 64 columns of k have one.
     parts, rows = 1 + -(-K // CHUNK), B * T
     dbeta, dgate, dlast = empty(parts, rows, HV), None, None
     if g2 is not None:
