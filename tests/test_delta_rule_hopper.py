@@ -21,32 +21,22 @@ DTYPES = {F32: torch.float32, np.int32: torch.int32}
 
 
 class Part:
-    """Some of a room, or its dimensions in another order."""
+    """Some of a room."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.memory_of = tensor
-
-    def tensor(self) -> Tensor:
-        return self.memory_of
+        self.tensor = tensor
 
     def load(self, layout: Any = None) -> Array:
-        found = self.tensor()
-        return array((found.float() if found.is_floating_point() else found).numpy())
-
-    read = load
+        return array(self.tensor.numpy())
 
     def store(self, x: Any) -> None:
-        to = self.tensor()
-        to.copy_(torch.from_numpy(np.array(np.broadcast_to(x, to.shape))))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> "Part":
-        return Part(self.tensor().narrow(dim, int(start), int(length)))
+        self.tensor.copy_(torch.from_numpy(np.array(np.broadcast_to(x, self.tensor.shape))))
 
     def permute(self, order: Any) -> "Part":
-        return Part(self.tensor().permute(*order))
+        return Part(self.tensor.permute(*order))
 
 
-class Room(Part):
+class Room:
     """Bytes of shared memory as a tensor: what is stored under one name is overwritten under another."""
 
     def __init__(self, dtype: Any, shape: Any, memory: Tensor | None = None) -> None:
@@ -63,6 +53,24 @@ class Room(Part):
 
     def tensor(self) -> Tensor:
         return self.memory.view(self.dtype).view(self.shape)
+
+    def load(self, layout: Any = None) -> Array:
+        found = self.tensor()
+        return array((found.float() if found.is_floating_point() else found).numpy())
+
+    read = load
+
+    def store(self, x: Any) -> None:
+        self.tensor().copy_(torch.from_numpy(np.array(np.broadcast_to(x, self.shape))))
+
+    def permute(self, order: Any) -> Any:
+        def load(layout: Any = None) -> Array:
+            return array(self.load().T)
+
+        return SimpleNamespace(load=load, read=load, store=lambda x: self.store(x.T))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Part":
+        return Part(self.tensor().narrow(dim, int(start), int(length)))
 
 
 class Exact:

@@ -211,15 +211,13 @@ def record_states(module: str, launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_solve(launch: Any, dtype: torch.dtype) -> None:
-    """What Hopper has of its own besides the states. In the second dtype only a conversion differs."""
+    """What Hopper has of its own besides the states: the inverse, with a gate and packed, and without."""
     from isobit.ops.gated_delta_rule import kernels_hopper
 
-    empty, T, H, HV, K, V = _empty(dtype), 256, 1, 2, 128, 128
-    if dtype == BF16:
-        kernels_hopper.prepare(
-            empty(1, T, H, K), empty(1, T, HV, V), empty(1, T, HV), empty(1, T, HV, dtype=F32),
-            empty(4, dtype=torch.int32), launch=launch,
-        )  # fmt: skip
+    T, H, HV, full = 256, 1, 2, dtype == BF16
+    empty, K = _empty(BF16 if full else F16), 128 if full else 64
+    gate, bounds = (empty(1, T, HV, dtype=F32), empty(4, dtype=torch.int32)) if full else (None, None)
+    kernels_hopper.solve(empty(1, T, H, K), empty(1, T, HV), gate, bounds, launch)
 
 
 # Cases
