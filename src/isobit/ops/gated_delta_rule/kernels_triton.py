@@ -47,7 +47,7 @@ _AT_ONCE = tl.constexpr(4)
 ROWS = 16
 
 #: Columns of u and w at a time, from a given T.
-FOLDED = 128
+FOLDED = 64
 
 #: Heads whose gates one program sums.
 HEADS = 32
@@ -67,20 +67,33 @@ def chunk_of(tile, cu_seqlens, T, SEQUENCES):
 
 
 # Products of triangles
+#
+# Row i of the left factor has zeros after column i. Row i of the product is defined with later rows of the
+# right factor replaced by zeros: 0 times an infinity or NaN would be NaN. An infinity or NaN in row i of the
+# right factor makes row i of the plain product so. If there is none, the plain product is the result.
+# If there is one, rows are computed one by one.
+
+
+@triton.jit
+def not_finite(x):
+    """1 if an element is an infinity or NaN, else 0."""
+    return tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0)
+
+
+@triton.jit
+def up_to(x, i):
+    """Rows 0 to i of x; zeros after them."""
+    return tl.where((tl.arange(0, _CHUNK) <= i)[:, None], x, tl.zeros_like(x))
 
 
 @triton.jit
 def triangular(left, right, acc, rows):
-    """left [64, 64], whose row i has zeros after column i, times right [64, n], added to acc. Each of the
-    `rows` is defined with later rows of `right` replaced by zeros: 0 times an infinity or NaN would be NaN.
-    Where all are finite, that is the plain product."""
+    """left [64, 64] times right [64, n], added to acc."""
     out = product(left, right, acc)
-    wrong = tl.where(tl.abs(right.to(tl.float32)) < float("inf"), 0, 1)
-    if tl.max(tl.max(wrong, 1), 0) > 0:
-        r = tl.arange(0, _CHUNK)
+    if not_finite(right.to(tl.float32)) > 0:
         for i in range(rows):
-            seen = tl.where((r <= i)[:, None], right, tl.zeros_like(right))
-            out = tl.where((r == i)[:, None], product(left, seen, acc), out)
+            own = product(left, up_to(right, i), acc)
+            out = tl.where((tl.arange(0, _CHUNK) == i)[:, None], own, out)
     return out
 
 
@@ -143,23 +156,40 @@ def inverse(system, rows, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def rows_times(at, inside, factor, DTYPE: tl.constexpr):
+    """Rows at these addresses, each times its factor."""
+    return rounded(factor[:, None] * tl.load(at, mask=inside, other=0.0).to(tl.float32), DTYPE)
+
+
+@triton.jit
+def fold_columns(Tb, at, to, inside, factor, rows, BN: tl.constexpr):
+    """T times rows that are multiplied by a factor, for BN columns. If something is not finite, rows are
+    loaded again, from places that the compiler does not know to be the same: so they, and their addresses,
+    occupy no registers until then."""
+    zeros = tl.zeros([_CHUNK, BN], tl.float32)
+    own = product(Tb, rows_times(at, inside, factor, Tb.dtype), zeros)
+    tl.store(to, narrow(own, to), mask=inside)
+    wrong = not_finite(own)
+    if wrong > 0:
+        tl.debug_barrier()  # several threads may store an element
+        at, to = at + (wrong - 1) * 64, to + (wrong - 1) * 64
+        for i in tl.range(rows, num_stages=1):
+            own = product(Tb, up_to(rows_times(at, inside, factor, Tb.dtype), i), zeros)
+            tl.store(to, narrow(own, to), mask=inside & (tl.arange(0, _CHUNK) == i)[:, None])
+
+
+@triton.jit
 def fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN: tl.constexpr):
     """u = T (beta v) and w = T (beta 2^g k)."""
     for start in range(0, V, BN):
         col = start + tl.arange(0, BN)
-        inside = live[:, None] & (col < V)[None, :]
         at = (row * HV + hv)[:, None] * V + col[None, :]
-        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
-        values = rounded(b[:, None] * values, k.dtype.element_ty)
-        own = triangular(Tb, values, tl.zeros([_CHUNK, BN], tl.float32), rows)
-        tl.store(u + at, narrow(own, u), mask=inside)
+        fold_columns(Tb, v + at, u + at, live[:, None] & (col < V)[None, :], b, rows, BN)
     for start in range(0, K, BN):
         col = start + tl.arange(0, BN)
-        inside = live[:, None] & (col < K)[None, :]
-        keys = tl.load(k + (row * H + h)[:, None] * K + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        keys = rounded(keys * on_k[:, None], k.dtype.element_ty)
-        own = triangular(Tb, keys, tl.zeros([_CHUNK, BN], tl.float32), rows)
-        tl.store(w + (row * HV + hv)[:, None] * K + col[None, :], narrow(own, w), mask=inside)
+        at = k + (row * H + h)[:, None] * K + col[None, :]
+        to = w + (row * HV + hv)[:, None] * K + col[None, :]
+        fold_columns(Tb, at, to, live[:, None] & (col < K)[None, :], on_k, rows, BN)
 
 
 @triton.jit(do_not_specialize=["T", "SEQUENCES"])
