@@ -46,7 +46,9 @@ SYSTEMS, BLOCK, AT_ONCE = gl.constexpr(4), gl.constexpr(16), gl.constexpr(4)
 #: Rows of a chunk.
 C = gl.constexpr(CHUNK)
 
-#: [system, row, column].
+#: [system, row, column]: whole columns in a lane; and tiles of 8 rows and 4 columns, which need two thirds of
+#: the loads for as many multiply-adds.
+OF_TILES = gl.constexpr(gl.BlockedLayout([1, 8, 4], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
 OF_BLOCK = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 OF_PRODUCT = gl.constexpr(accumulator_layout(64))
@@ -109,46 +111,51 @@ def _system(keys, beta, gate, HAS_G: gl.constexpr):
 
 
 @gluon.jit
-def _take(block, squares, j, t, FIRST: gl.constexpr):
+def _take(block, squares, j, t, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """The rows of a block after row j, whose row of T is t."""
-    a = squares.index(j).slice(FIRST, BLOCK, 1).load(gl.SliceLayout(2, OF_BLOCK))
-    c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, OF_BLOCK))), 0)
+    a = squares.index(j).slice(FIRST, BLOCK, 1).load(gl.SliceLayout(2, LAYOUT))
+    c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0)
     t = gl.expand_dims(gl.where(c <= j, t, 0.0), 1)
     return gl.fma(gl.expand_dims(a, 2), t, block)
 
 
 @gluon.jit
+def _places(LAYOUT: gl.constexpr):
+    """(rows of a block, columns), [1, 16, 1] and [1, 1, 64]."""
+    i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    return gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(c, 0), 1)
+
+
+@gluon.jit
 def _solved(squares, FIRST: gl.constexpr):
     """16 rows of T of all systems, from row FIRST on."""
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, OF_BLOCK)
-    i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, OF_BLOCK)))
-    i = gl.expand_dims(gl.expand_dims(i, 0), 2)
-    c = gl.arange(0, C, gl.SliceLayout(0, OF_ROW))
-    c = gl.expand_dims(gl.expand_dims(c, 0), 1)
-    block = gl.where(i + FIRST == c, gl.full((SYSTEMS, BLOCK, C), 1.0, gl.float32, OF_BLOCK), 0.0)
+    i, c = _places(OF_TILES)
+    block = gl.where(i + FIRST == c, gl.full((SYSTEMS, BLOCK, C), 1.0, gl.float32, OF_TILES), 0.0)
     for first in range(0, FIRST, AT_ONCE):
         for s in gl.static_range(AT_ONCE):
-            block = _take(block, squares, first + s, squares.index(first + s).load(OF_ROW), FIRST)
+            t = squares.index(first + s).load(gl.SliceLayout(1, OF_TILES))
+            block = _take(block, squares, first + s, t, FIRST, OF_TILES)
+    block = gl.convert_layout(block, OF_BLOCK)
+    i, c = _places(OF_BLOCK)
     for s in gl.static_range(BLOCK - 1):
         t = gl.sum(gl.where(i == s, block, -0.0), 1)  # which selects a row
-        block = gl.where(i > s, _take(block, squares, FIRST + s, t, FIRST), block)
+        block = gl.where(i > s, _take(block, squares, FIRST + s, t, FIRST, OF_BLOCK), block)
     return gl.where(c <= i + FIRST, block, 0.0)
 
 
 @gluon.jit
 def _finish(squares, whole, inverses, place, there, HV, FIRST: gl.constexpr):
     """Solve a block, and store it for the caller and for the blocks after it."""
-    i = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, OF_BLOCK))), 0)
-    c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, OF_BLOCK)))
-    c = gl.expand_dims(gl.expand_dims(c, 0), 1)
+    i, c = _places(OF_BLOCK)
     solved = _solved(squares, FIRST)
-    at = gl.expand_dims((place + (i + FIRST) * HV) * C, 2) + c
-    live = gl.expand_dims(i + FIRST < there, 2)
+    at = (place + (i + FIRST) * HV) * C + c
+    live = i + FIRST < there
     gl.store(gl.multiple_of(inverses + at, (1, 1, 16)), solved.to(inverses.dtype.element_ty), mask=live)
     if FIRST + BLOCK < C:
         rows = whole.slice(FIRST, BLOCK).permute((1, 0, 2))
         old = rows.load(OF_BLOCK)
-        rows.store(gl.where(c <= gl.expand_dims(i, 2) + FIRST, solved, old))
+        rows.store(gl.where(c <= i + FIRST, solved, old))
         barrier()  # here, or the compiler has one for every step of the next block
 
 
@@ -192,7 +199,8 @@ def solve_kernel(
             hv = gl.minimum(number + s + BUFFERS, count - 1) % HV
             _load_keys(k_desc, keys, ready, s + BUFFERS, row[s + BUFFERS], hv // group, K, BUFFERS)
     barrier()
-    place, there = gl.expand_dims(place, 1), gl.expand_dims(there, 1)
+    place = gl.expand_dims(gl.expand_dims(place, 1), 2)
+    there = gl.expand_dims(gl.expand_dims(there, 1), 2)
     for block in gl.static_range(C // BLOCK):
         _finish(squares, whole, inverses, place, there, HV, block * BLOCK)
 
