@@ -20,6 +20,22 @@ from isobit.ops.delta_rule.kernels_hopper import Buffers
 DTYPES = {F32: torch.float32, np.int32: torch.int32}
 
 
+class Part:
+    """Some of a room."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def load(self, layout: Any = None) -> Array:
+        return array(self.tensor.numpy())
+
+    def store(self, x: Any) -> None:
+        self.tensor.copy_(torch.from_numpy(np.array(np.broadcast_to(x, self.tensor.shape))))
+
+    def permute(self, order: Any) -> "Part":
+        return Part(self.tensor.permute(*order))
+
+
 class Room:
     """Bytes of shared memory as a tensor: what is stored under one name is overwritten under another."""
 
@@ -52,6 +68,9 @@ class Room:
             return array(self.load().T)
 
         return SimpleNamespace(load=load, read=load, store=lambda x: self.store(x.T))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Part":
+        return Part(self.tensor().narrow(dim, int(start), int(length)))
 
 
 class Exact:

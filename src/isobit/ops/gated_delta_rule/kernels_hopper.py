@@ -53,6 +53,7 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
     store_states,
 )
 from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
+from isobit.ops.gated_delta_rule.kernels_hopper_solve import solve
 
 
 @gluon.jit
@@ -195,7 +196,17 @@ def states(
     return h, new if want_values else None, final
 
 
+def prepare(
+    k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: bool = False,
+    launch: Launch = run,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`)."""
+    T_b = solve(k, beta, g2, cu_seqlens, launch)
+    u, w = kernels_triton.folded(k, v, beta, g2, cu_seqlens, T_b, launch)
+    return u, w, T_b if inverses else None
+
+
 #: The rest is Triton's.
 fwd_h = partial(kernels_triton.fwd_h, carry=states)
-gated_delta_rule = partial(kernels_triton.gated_delta_rule, carry=states)
+gated_delta_rule = partial(kernels_triton.gated_delta_rule, carry=states, begin=prepare)
 gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, carry=states)

@@ -2,6 +2,7 @@
 
     gates_kernel     step 1         one program per chunk and some value heads
     prepare_kernel   steps 2 to 4   one program per chunk and value head: u, w
+    fold_kernel      step 4         the same from a given T
     states_kernel    steps 5, 7     one program per sequence, value head and BV columns of the state, from the
                                     first chunk to the last: h (states at the starts of chunks), v_new
     output_kernel    step 6         one program per chunk, value head and BV columns
@@ -45,6 +46,9 @@ _AT_ONCE = tl.constexpr(4)
 #: Rows of q and k that one program normalizes.
 ROWS = 16
 
+#: Columns of u and w at a time, from a given T.
+FOLDED = 64
+
 #: Heads whose gates one program sums.
 HEADS = 32
 
@@ -63,20 +67,33 @@ def chunk_of(tile, cu_seqlens, T, SEQUENCES):
 
 
 # Products of triangles
+#
+# Row i of the left factor has zeros after column i. Row i of the product is defined with later rows of the
+# right factor replaced by zeros: 0 times an infinity or NaN would be NaN. An infinity or NaN in row i of the
+# right factor makes row i of the plain product so. If there is none, the plain product is the result.
+# If there is one, rows are computed one by one.
+
+
+@triton.jit
+def not_finite(x):
+    """1 if an element is an infinity or NaN, else 0."""
+    return tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0)
+
+
+@triton.jit
+def up_to(x, i):
+    """Rows 0 to i of x; zeros after them."""
+    return tl.where((tl.arange(0, _CHUNK) <= i)[:, None], x, tl.zeros_like(x))
 
 
 @triton.jit
 def triangular(left, right, acc, rows):
-    """left [64, 64], whose row i has zeros after column i, times right [64, n], added to acc. Each of the
-    `rows` is defined with later rows of `right` replaced by zeros: 0 times an infinity or NaN would be NaN.
-    Where all are finite, that is the plain product."""
+    """left [64, 64] times right [64, n], added to acc."""
     out = product(left, right, acc)
-    wrong = tl.where(tl.abs(right.to(tl.float32)) < float("inf"), 0, 1)
-    if tl.max(tl.max(wrong, 1), 0) > 0:
-        r = tl.arange(0, _CHUNK)
+    if not_finite(right.to(tl.float32)) > 0:
         for i in range(rows):
-            seen = tl.where((r <= i)[:, None], right, tl.zeros_like(right))
-            out = tl.where((r == i)[:, None], product(left, seen, acc), out)
+            own = product(left, up_to(right, i), acc)
+            out = tl.where((tl.arange(0, _CHUNK) == i)[:, None], own, out)
     return out
 
 
@@ -138,6 +155,43 @@ def inverse(system, rows, DTYPE: tl.constexpr):
     return tl.where(c[:, None] <= i[None, :], T, 0.0)
 
 
+@triton.jit
+def rows_times(at, inside, factor, DTYPE: tl.constexpr):
+    """Rows at these addresses, each times its factor."""
+    return rounded(factor[:, None] * tl.load(at, mask=inside, other=0.0).to(tl.float32), DTYPE)
+
+
+@triton.jit
+def fold_columns(Tb, at, to, inside, factor, rows, BN: tl.constexpr):
+    """T times rows that are multiplied by a factor, for BN columns. If something is not finite, rows are
+    loaded again, from places that the compiler does not know to be the same: so they, and their addresses,
+    occupy no registers until then."""
+    zeros = tl.zeros([_CHUNK, BN], tl.float32)
+    own = product(Tb, rows_times(at, inside, factor, Tb.dtype), zeros)
+    tl.store(to, narrow(own, to), mask=inside)
+    wrong = not_finite(own)
+    if wrong > 0:
+        tl.debug_barrier()  # several threads may store an element
+        at, to = at + (wrong - 1) * 64, to + (wrong - 1) * 64
+        for i in tl.range(rows, num_stages=1):
+            own = product(Tb, up_to(rows_times(at, inside, factor, Tb.dtype), i), zeros)
+            tl.store(to, narrow(own, to), mask=inside & (tl.arange(0, _CHUNK) == i)[:, None])
+
+
+@triton.jit
+def fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN: tl.constexpr):
+    """u = T (beta v) and w = T (beta 2^g k)."""
+    for start in range(0, V, BN):
+        col = start + tl.arange(0, BN)
+        at = (row * HV + hv)[:, None] * V + col[None, :]
+        fold_columns(Tb, v + at, u + at, live[:, None] & (col < V)[None, :], b, rows, BN)
+    for start in range(0, K, BN):
+        col = start + tl.arange(0, BN)
+        at = k + (row * H + h)[:, None] * K + col[None, :]
+        to = w + (row * HV + hv)[:, None] * K + col[None, :]
+        fold_columns(Tb, at, to, live[:, None] & (col < K)[None, :], on_k, rows, BN)
+
+
 @triton.jit(do_not_specialize=["T", "SEQUENCES"])
 def prepare_kernel(
     k, v, beta, g2, cu_seqlens, systems, u, w, inverses, T, SEQUENCES, H, HV, K, V, BK: tl.constexpr,
@@ -177,21 +231,31 @@ def prepare_kernel(
     Tb = rounded(tl.load(system + r[:, None] * _CHUNK + r[None, :]), k.dtype.element_ty)
     if inverses is not None:
         tl.store(inverses + (row * HV + hv)[:, None] * _CHUNK + r[None, :], Tb, mask=live[:, None])
-    for start in range(0, V, BN):
-        col = start + tl.arange(0, BN)
-        inside = live[:, None] & (col < V)[None, :]
-        at = (row * HV + hv)[:, None] * V + col[None, :]
-        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
-        values = rounded(b[:, None] * values, k.dtype.element_ty)
-        own = triangular(Tb, values, tl.zeros([_CHUNK, BN], tl.float32), rows)
-        tl.store(u + at, narrow(own, u), mask=inside)
-    for start in range(0, K, BN):
-        col = start + tl.arange(0, BN)
-        inside = live[:, None] & (col < K)[None, :]
-        keys = tl.load(k + (row * H + h)[:, None] * K + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        keys = rounded(keys * on_k[:, None], k.dtype.element_ty)
-        own = triangular(Tb, keys, tl.zeros([_CHUNK, BN], tl.float32), rows)
-        tl.store(w + (row * HV + hv)[:, None] * K + col[None, :], narrow(own, w), mask=inside)
+    fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN)
+
+
+@triton.jit(do_not_specialize=["T", "SEQUENCES"])
+def fold_kernel(
+    k, v, beta, g2, cu_seqlens, inverses, u, w, T, SEQUENCES, H, HV, K: tl.constexpr, V: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """u and w of a chunk, for one value head, from T."""
+    pid = tl.program_id(0).to(tl.int64)
+    hv = pid % HV
+    h = hv // (HV // H)
+    row, rows = chunk_of((pid // HV).to(tl.int32), cu_seqlens, T, SEQUENCES)
+    if rows <= 0:
+        return
+    r = tl.arange(0, _CHUNK)
+    live = r < rows
+    row = row + r
+    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
+    on_k = b
+    if g2 is not None:
+        on_k = b * tl.exp2(tl.load(g2 + row * HV + hv, mask=live, other=0.0))
+    at = inverses + (row * HV + hv)[:, None] * _CHUNK + r[None, :]
+    Tb = tl.load(at, mask=live[:, None], other=0.0)
+    fold(Tb, k, v, u, w, row, live, rows, b, on_k, h, hv, H, HV, K, V, BN)
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -304,8 +368,9 @@ def output_kernel(
 
 # Launchers
 
-#: A function like `states`.
+#: Functions like `states` and like `prepare`.
 States = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+Prepare = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
@@ -364,6 +429,23 @@ def prepare(
     return u, w, T_b
 
 
+def folded(
+    k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: Tensor,
+    launch: Launch = run,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(u, w) from T, rounded."""
+    B, T, HV, V = v.shape
+    H, K = k.shape[2:]
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    u, w = torch.empty_like(v), torch.empty(B, T, HV, K, dtype=k.dtype, device=k.device)
+    launch(
+        fold_kernel, (tiles_of(T, S, cu_seqlens) * HV,),
+        k, v, beta, g2, cu_seqlens, inverses, u, w, T, S, H, HV, K=K, V=V,
+        BN=min(columns_of(V, FOLDED), columns_of(K, FOLDED)), **_OPTIONS,
+    )  # fmt: skip
+    return u, w
+
+
 def states(
     k: Tensor, w: Tensor, u: Tensor, g: Tensor | None, gk: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, offsets: Tensor | None, chunks: int, v_first: bool, want_values: bool,
@@ -401,9 +483,9 @@ def fwd_h(
 
 
 def gated_delta_rule(
-    launch: Launch = run, carry: States = states, **args: Any
+    launch: Launch = run, carry: States = states, begin: Prepare = prepare, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final_state, inverse). `carry` computes the states."""
+    """(o, final_state, inverse). `begin` computes u and w, `carry` the states."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
@@ -413,7 +495,7 @@ def gated_delta_rule(
     if args["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q, launch), l2norm(k, launch)
     g2 = None if g is None else gates(g, bounds, launch)
-    u, w, inverse = prepare(k, v, beta, g2, bounds, args["return_inverse"], launch)
+    u, w, inverse = begin(k, v, beta, g2, bounds, args["return_inverse"], launch)
     tiles, v_first = tiles_of(T, S, bounds), args["state_v_first"]
     chunks = -(-T // CHUNK) if bounds is None else tiles
     h, v_new, final = carry(

@@ -54,6 +54,7 @@ from isobit.ops.delta_rule import kernels_triton as portable_states
 from isobit.ops.gated_delta_rule.kernels_triton import (
     States,
     chunk_of,
+    folded,
     gates,
     l2norm,
     states,
@@ -138,13 +139,6 @@ def last_gate(g, first, left, heads, head):
 
 
 @triton.jit
-def column_sums(x):
-    for _ in tl.static_range(6):
-        x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, C]), 0)
-    return tl.reshape(x, [C])
-
-
-@triton.jit
 def whole_sum(x):
     for _ in tl.static_range(6):
         x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2]), 0)
@@ -152,31 +146,6 @@ def whole_sum(x):
 
 
 # Kernels
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def rebuild_kernel(
-    k, v, g, beta, t, u, w, cu_seqlens, T, S, H, HV, K: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """u and w of one chunk and value head from the inverse that the forward kept: step 4 of the class."""
-    chunk, hv = tl.program_id(0) // HV, (tl.program_id(0) % HV).to(tl.int64)
-    h = hv // (HV // H)
-    first, left = chunk_of(chunk, cu_seqlens, T, S)
-    if left <= 0:
-        return
-    i = tl.arange(0, C)
-    live, row = i < left, first + i
-    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
-    on_k = b * tl.exp2(gates_of(g, row, HV, hv, live))
-    solve = tile(t, row, HV, hv, C, 0, live)
-    for column in range(0, V, C):
-        x = rounded(b[:, None] * tile(v, row, HV, hv, V, column, live).to(tl.float32), u.dtype.element_ty)
-        x = product(solve, x, tl.zeros([C, C], tl.float32))
-        store(u, narrow(x, u), row, HV, hv, V, column, live)
-    for column in range(0, K, C):
-        x = rounded(tile(k, row, H, h, K, column, live).to(tl.float32) * on_k[:, None], w.dtype.element_ty)
-        x = product(solve, x, tl.zeros([C, C], tl.float32))
-        store(w, narrow(x, w), row, HV, hv, K, column, live)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -206,11 +175,34 @@ def local_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def inner_kernel(
-    k, v, g, beta, t, do, vn, dvn, dr, dv, ds, m, dbeta, dgate, cu_seqlens, T, S, H, HV,
-    K: tl.constexpr, V: tl.constexpr,
+def dr_kernel(
+    v, beta, t, dvn, dr, dv, dbeta, cu_seqlens, T, S, HV, V: tl.constexpr,
 ):  # fmt: skip
-    """dr, dv, dS, M^T and what they add to dbeta and dG, of one chunk and value head."""
+    """dr, dv and what they add to dbeta, of one chunk and value head."""
+    chunk, hv = tl.program_id(0) // HV, (tl.program_id(0) % HV).to(tl.int64)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
+    if left <= 0:
+        return
+    i = tl.arange(0, C)
+    live, row = i < left, first + i
+    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
+    solve = tile(t, row, HV, hv, C, 0, live)
+    db = tl.zeros([C], tl.float32)
+    for column in range(0, V, C):
+        dvn_c = tile(dvn, row, HV, hv, V, column, live)
+        x = product(tl.trans(solve), dvn_c, tl.zeros([C, C], tl.float32))
+        db += row_sums(x * tile(v, row, HV, hv, V, column, live).to(tl.float32))
+        store(dv, narrow(x * b[:, None], dv), row, HV, hv, V, column, live)
+        store(dr, narrow(x, dr), row, HV, hv, V, column, live)
+    tl.store(dbeta + row * HV + hv, db, mask=live)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def inner_kernel(
+    k, g, beta, do, vn, dr, ds, m, dbeta, dgate, cu_seqlens, T, S, H, HV, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """dS, M and what they add to dbeta and dG, of one chunk and value head. Sums over j are those of rows,
+    which are cheap; for the sum over i, M is read again, transposed."""
     chunk, hv = tl.program_id(0) // HV, (tl.program_id(0) % HV).to(tl.int64)
     h = hv // (HV // H)
     first, left = chunk_of(chunk, cu_seqlens, T, S)
@@ -218,41 +210,34 @@ def inner_kernel(
         return
     i = tl.arange(0, C)
     live, row = i < left, first + i
-    gate = gates_of(g, row, HV, hv, live)
-    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
-    solve = tile(t, row, HV, hv, C, 0, live)
-    scores = tl.zeros([C, C], tl.float32)  # dS [i, j], before the gate
-    change = tl.zeros([C, C], tl.float32)  # -dA [j, i]
-    db = tl.zeros([C], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)  # dS, before the gate
+    change = tl.zeros([C, C], tl.float32)  # -dA
     for column in range(0, V, C):
         vn_c = tile(vn, row, HV, hv, V, column, live)
         scores = product(tile(do, row, HV, hv, V, column, live), tl.trans(vn_c), scores)
-        dvn_t = tl.trans(tile(dvn, row, HV, hv, V, column, live))
-        x = product(dvn_t, solve, tl.zeros([C, C], tl.float32))  # dr [column, row]
-        at, inside = transposed(v, row, HV, hv, V, column, live)
-        db += column_sums(x * tl.load(at, mask=inside, other=0.0).to(tl.float32))
-        at, inside = transposed(dv, row, HV, hv, V, column, live)
-        tl.store(at, narrow(x * b[None, :], dv), mask=inside)
-        x = rounded(x, dr.dtype.element_ty)
-        at, inside = transposed(dr, row, HV, hv, V, column, live)
-        tl.store(at, x, mask=inside)
-        change = product(vn_c, x, change)
-    at = (chunk.to(tl.int64) * HV + hv) * (C * C) + i[:, None] * C + i[None, :]
+        change = product(tile(dr, row, HV, hv, V, column, live), tl.trans(vn_c), change)
+    gate = gates_of(g, row, HV, hv, live)
+    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
+    own = (chunk.to(tl.int64) * HV + hv) * (C * C)
+    at = own + i[:, None] * C + i[None, :]
+    decay = tl.exp2(gate[:, None] - gate[None, :])
     sees = (i[:, None] >= i[None, :]) & live[:, None]
-    scores = tl.where(sees, scores * tl.exp2(gate[:, None] - gate[None, :]), 0.0)
-    tl.store(ds + at, narrow(scores, ds))
+    tl.store(ds + at, narrow(tl.where(sees, scores * decay, 0.0), ds))
+    sees = (i[:, None] > i[None, :]) & live[:, None]
+    n = tl.where(sees, -change * decay, 0.0)
+    both = rounded(n * b[:, None], m.dtype.element_ty)
+    tl.store(m + at, both)
     kk = tl.zeros([C, C], tl.float32)
     for column in range(0, K, C):
         k_c = tile(k, row, H, h, K, column, live)
         kk = product(k_c, tl.trans(k_c), kk)
-    sees = (i[:, None] < i[None, :]) & live[None, :]
-    n = tl.where(sees, -change * tl.exp2(gate[None, :] - gate[:, None]), 0.0)  # [j, i]
-    both = rounded(n * b[None, :], m.dtype.element_ty)
-    tl.store(m + at, both)
-    tl.store(dbeta + row * HV + hv, db + column_sums(n * kk), mask=live)
+    to = row * HV + hv
+    tl.store(dbeta + to, tl.load(dbeta + to, mask=live, other=0.0) + row_sums(n * kk), mask=live)
     if dgate is not None:
-        x = both.to(tl.float32) * kk
-        tl.store(dgate + row * HV + hv, column_sums(x) - row_sums(x), mask=live)
+        of_rows = row_sums(both.to(tl.float32) * kk)
+        tl.debug_barrier()  # other threads read M
+        turned = tl.load(m + own + i[None, :] * C + i[:, None])
+        tl.store(dgate + to, of_rows - row_sums(turned.to(tl.float32) * kk), mask=live)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "rows"])
@@ -333,8 +318,8 @@ def dk_kernel(
         tl.store(dbeta + to, -from_state, mask=live)
         at = own * (C * C) + i[:, None] * C + i[None, :]
         m_c = tl.load(m + at)
-        z = product(tl.trans(m_c), k_c, -(z * (b * tl.exp2(gate))[:, None]))
-        total += product(m_c, k_c, z)
+        z = product(m_c, k_c, -(z * (b * tl.exp2(gate))[:, None]))
+        total += product(tl.trans(m_c), k_c, z)
         y = y * tl.where(live, tl.exp2(end - gate), 0.0)[:, None]
         if dgate is not None:
             whole = whole_sum(row_sums(k_f * y)) + tl.exp2(end) * whole_sum(of_states)
@@ -371,7 +356,7 @@ def finish_kernel(
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """dbeta and dg of one chunk and HEADS value heads: parts in ascending order, rows from the last one back.
-    Part 0 is that of `inner_kernel`."""
+    Part 0 is that of `dr_kernel` and `inner_kernel`."""
     blocks = tl.cdiv(HV, HEADS)
     chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     first, left = chunk_of(chunk, cu_seqlens, T, S)
@@ -476,10 +461,9 @@ def gated_delta_rule_bwd(
     # What the forward had
     q, k = (l2norm(raw_q, launch), l2norm(raw_k, launch)) if normed else (raw_q, raw_k)
     g2 = None if g is None else gates(g, bounds, launch)
-    u, w = torch.empty_like(v), empty(B, T, HV, K, dtype=k.dtype)
+    u, w = folded(k, v, beta, g2, bounds, inverse, launch)
     place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
     by_value_head = (tiles * HV,)
-    launch(rebuild_kernel, by_value_head, k, v, g2, beta, inverse, u, w, *place, **sizes)
     h, vn, _ = carry(k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False, launch)
 
     # From the last chunk to the first
@@ -497,14 +481,15 @@ def gated_delta_rule_bwd(
     # Each chunk by itself
     dr, dv = local, empty(*v.shape, dtype=v.dtype)  # `local` is in dvn now
     ds, m = (empty(tiles, HV, CHUNK, CHUNK, dtype=v.dtype) for _ in range(2))
-    # Part 0 of dbeta and dG is that of `inner_kernel`, then there is one for every 64 columns of k.
+    # Part 0 of dbeta and dG is that of `dr_kernel` and `inner_kernel`; then each 64 columns of k have one.
     parts, rows = 1 + -(-K // CHUNK), B * T
     dbeta, dgate, dlast = empty(parts, rows, HV), None, None
     if g2 is not None:
         dgate, dlast = empty(parts, rows, HV), empty(tiles, HV, parts - 1)
+    of_values = {"HV": HV, "V": V, **_OPTIONS}
+    launch(dr_kernel, by_value_head, v, beta, inverse, dvn, dr, dv, dbeta, *place, **of_values)
     launch(
-        inner_kernel, by_value_head,
-        k, v, g2, beta, inverse, do, vn, dvn, dr, dv, ds, m, dbeta, dgate, *place, **sizes,
+        inner_kernel, by_value_head, k, g2, beta, do, vn, dr, ds, m, dbeta, dgate, *place, **sizes
     )  # fmt: skip
     dq, dk = (empty(*q.shape, dtype=torch.float32 if normed else q.dtype) for _ in range(2))
     by_part = (tiles * H * (parts - 1),)
