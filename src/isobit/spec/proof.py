@@ -71,11 +71,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A call that must be rejected, with the argument that its message must name."""
+    """A call that must be rejected, with the argument that its message must name. `values`: because of what a
+    tensor holds, so on a GPU with validate=True."""
 
     what: str
     arg: str
     change: Callable[[Args], Args]
+    values: bool = False
 
 
 @dataclass(frozen=True)

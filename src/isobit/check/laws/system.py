@@ -88,7 +88,7 @@ def _selected(t: Tensor, axis: int, index: Tensor) -> Tensor:
 
 def _rejects(trial: Trial, mutant: Mutant, args: Args) -> OutputCheck:
     try:
-        trial.call(mutant.change(dict(args)))
+        trial.call(mutant.change(dict(args)), validate=mutant.values or None)
     except ContractError as error:
         head = f"{trial.op.name}({mutant.arg}"
         if f"{head}:" in str(error) or f"{head}=" in str(error):

@@ -285,9 +285,12 @@ _HUGE = [_case(140000, 8, 2048, BF16, data="random", heavy=True, gpu_gb=120)]
 
 OTHER_PLACES = [
     Mutant(
-        "a place outside", "place", lambda a: a | {"place": a["place"] + len(a.get("y", a["place"].view(-1)))}
+        "a place outside",
+        "place",
+        lambda a: a | {"place": a["place"] + len(a.get("y", a["place"].view(-1)))},
+        values=True,
     ),
-    Mutant("a row twice", "place", lambda a: a | {"place": torch.zeros_like(a["place"])}),
+    Mutant("a row twice", "place", lambda a: a | {"place": torch.zeros_like(a["place"])}, values=True),
     Mutant("float places", "place", lambda a: a | {"place": a["place"].float()}),
 ]
 

@@ -267,7 +267,7 @@ DW = Proof(
                lambda args: args | {"cu_seqlens": args["offsets"]}),
         Mutant("bounds of too few experts", "cu_seqlens",
                lambda args: args | {"cu_seqlens": args["offsets"][None]}),
-        Mutant("bounds that begin elsewhere", "cu_seqlens", _first_sequence_elsewhere),
+        Mutant("bounds that begin elsewhere", "cu_seqlens", _first_sequence_elsewhere, values=True),
         Mutant("a narrow init", "init",
                lambda args: args | {"init": args["dy"].new_zeros(
                    len(args["offsets"]) - 1, args["dy"].shape[-1], args["x"].shape[-1])}),
