@@ -128,28 +128,20 @@ def token_kernel(
     chunks = gl.load(place + slot * 4 + 1)
     held = (chunks != 0) | (gl.load(place + slot * 4 + 3) != 0)
     half = slot * HALVES + (chunks & (HALVES - 1))
-    keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
-    bvs = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
-    vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
     S = gl.allocate_shared_memory(DTYPE, [K, BV], ROWS)
-    T = gl.allocate_shared_memory(gl.float32, [CHUNK * CHUNK], ONE)
-    left = gl.allocate_shared_memory(DTYPE, [TILE, K], ROWS)
-    of_chunk = gl.allocate_shared_memory(DTYPE, [TILE, CHUNK], ROWS)
-    factors = gl.allocate_shared_memory(gl.float32, [CHUNK], ONE)
     full = rows == CHUNK
     if full:
         new = slot * HALVES + ((chunks + 1) & (HALVES - 1))
-        copy_rows(keys, k_rows + (half * H + h) * CHUNK * K, rows, K, K)
-        copy_rows(vns, vn_rows + (half * HV + hv) * CHUNK * V + tile * BV, rows, V, BV)
-        async_copy.commit_group()
         close(
-            S, start, start16, gate_rows, keys, vns, half * HV + hv, new * HV + hv, tile, held, V, K, BV,
-            DTYPE,
+            S, start, start16, k_rows + (half * H + h) * CHUNK * K, vn_rows, gate_rows, half * HV + hv,
+            new * HV + hv, tile, held, V, K, BV, DTYPE,
         )  # fmt: skip
         rows = rows * 0
         half = new
     at_rows = (half * HV + hv) * CHUNK
+    keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
     copy_rows(keys, k_rows + (half * H + h) * CHUNK * K, rows, K, K)
+    T = gl.allocate_shared_memory(gl.float32, [CHUNK * CHUNK], ONE)
     in_T = gl.arange(0, CHUNK * CHUNK, OF_T)
     # Up to the diagonal, by groups of 16 bytes.
     below = in_T // 4 % (CHUNK // 4) <= in_T // (4 * CHUNK)
@@ -157,14 +149,12 @@ def token_kernel(
         T, inverse + at_rows * CHUNK + in_T, mask=below & (in_T < rows * CHUNK)
     )
     async_copy.commit_group()
-    copy_rows(bvs, bv_rows + at_rows * V + tile * BV, rows, V, BV)
     if not full:
         i_S = gl.arange(0, K, gl.SliceLayout(1, OF_V))
         async_copy.async_copy_global_to_shared(
             S, start16 + (half * HV + hv) * K * V + (i_S[:, None] * V + e[None, :]),
             mask=(i_S >= 0)[:, None] & (e >= 0)[None, :] & held,
         )  # fmt: skip
-    copy_rows(vns, vn_rows + at_rows * V + tile * BV, rows, V, BV)
     async_copy.commit_group()
     # Gates and factors of the rows.
     OF_J: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -177,6 +167,7 @@ def token_kernel(
     if NORM:
         k_t = unit(k_t.to(gl.float32), K).to(DTYPE)
         q_t = unit(q_t.to(gl.float32), K).to(DTYPE)
+    left = gl.allocate_shared_memory(DTYPE, [TILE, K], ROWS)
     i_K = gl.arange(0, TILE, gl.SliceLayout(1, OF_K))
     left.store(gl.where((i_K == 0)[:, None], k_t[None, :], q_t[None, :]))
     g2_t, g2 = gate_t * _LOG2E, gates * _LOG2E
@@ -188,9 +179,13 @@ def token_kernel(
     by_keys = mma_v2(
         left.load(LEFT), by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA)
     )
+    factors = gl.allocate_shared_memory(gl.float32, [CHUNK], ONE)
     factors.store(-gl.where(j < rows, row_of(by_keys, 0) * (beta_t * decay), 0.0))
     p = gl.where(j <= rows, row_of(by_keys, 1) * decay, 0.0)
     bk = (by_j.load(RIGHT).to(gl.float32) * on_k[:, None]).to(DTYPE)
+    vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
+    copy_rows(vns, vn_rows + at_rows * V + tile * BV, rows, V, BV)
+    async_copy.commit_group()
     # Row `rows` of T, from those above it.
     column = gl.arange(0, CHUNK, COLUMN)
     acc = gl.where(column == rows, 1.0, 0.0)
@@ -203,21 +198,26 @@ def token_kernel(
                 gl.zeros([CHUNK], gl.float32, COLUMN) + factor, above.index(first + n).load(COLUMN), acc
             )
     acc = gl.where(column <= rows, acc, 0.0)
+    bvs = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
+    copy_rows(bvs, bv_rows + at_rows * V + tile * BV, rows, V, BV)
+    async_copy.commit_group()
     OF_16: gl.constexpr = by_row(CHUNK)
     i_J = gl.arange(0, TILE, gl.SliceLayout(1, OF_16))
     row = gl.convert_layout(acc.to(DTYPE), gl.SliceLayout(0, OF_16))
     p = gl.convert_layout(p.to(DTYPE), gl.SliceLayout(0, OF_16))
+    of_chunk = gl.allocate_shared_memory(DTYPE, [TILE, CHUNK], ROWS)
     of_chunk.store(gl.where((i_J == 0)[:, None], row[None, :], p[None, :]))
     T_and_P = of_chunk.load(LEFT)
     w = mma_v2(T_and_P, bk, gl.zeros([TILE, K], gl.float32, MMA)).to(DTYPE)
     i = gl.arange(0, TILE, gl.SliceLayout(1, MMA))[:, None]
     left.store(gl.where(i == 0, w, left.load(MMA)))
+    async_copy.wait_group(2)
+    zeros = gl.zeros([TILE, BV], gl.float32, MMA)
+    by_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
     async_copy.wait_group(0)
     bv_t = (beta_t * v_t.to(gl.float32)).to(DTYPE)
     with_row(bvs, rows, bv_t, OF_V)
-    zeros = gl.zeros([TILE, BV], gl.float32, MMA)
     u = mma_v2(T_and_P, reinterpreted(bvs, DTYPE, [CHUNK, BV], ROWS).load(RIGHT), zeros)
-    by_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
     vn_t = row_of(u.to(DTYPE).to(gl.float32) - by_S, 0).to(DTYPE)
     vn_t = gl.convert_layout(vn_t, gl.SliceLayout(0, OF_V))
     with_row(vns, rows, vn_t, OF_V)
@@ -236,11 +236,16 @@ def token_kernel(
 
 @gluon.jit
 def close(
-    S, start, start16, gate_rows, keys, vns, old, new, tile, held, V, K: gl.constexpr, BV: gl.constexpr,
-    DTYPE: gl.constexpr,
+    S, start, start16, k_rows, vn_rows, gate_rows, old, new, tile, held, V, K: gl.constexpr,
+    BV: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The state at the start of the next chunk, in memory and, rounded, in S. `old` and `new` are the heads
-    that hold the two chunks."""
+    that hold the two chunks; `k_rows` are those of the head."""
+    keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
+    copy_rows(keys, k_rows, CHUNK, K, K)
+    vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
+    copy_rows(vns, vn_rows + old * CHUNK * V + tile * BV, CHUNK, V, BV)
+    async_copy.commit_group()
     OF_J: gl.constexpr = gl.SliceLayout(1, RIGHT)
     ROWS_AT_ONCE: gl.constexpr = 16
     j = gl.arange(0, CHUNK, OF_J)
