@@ -57,16 +57,24 @@ def row_of(tile, row: gl.constexpr):
     return gl.sum(gl.where((i == row)[:, None], tile, -0.0), 0)
 
 
+@gluon.constexpr_function
+def for_sums(columns):
+    """The layout of a row whose first halvings are in a thread."""
+    in_thread = [[32 * 2**n] for n in range(8) if 32 * 2**n < columns]
+    return gl.DistributedLinearLayout(in_thread, [[2**n] for n in range(5)], [[0], [0]], [], [columns])
+
+
 @gluon.jit
-def unit(x, K: gl.constexpr):
-    """A row divided by its norm, in fp32, with the operations of `norm_kernel`: it repeatedly adds the second
-    half to the first."""
-    total = x * x
+def unit(x, row, K: gl.constexpr, DTYPE: gl.constexpr):
+    """The row x, which is in memory at `row`, divided by its norm, with the operations of `norm_kernel`: it
+    repeatedly adds the second half to the first."""
+    own = gl.load(row + gl.arange(0, K, for_sums(K))).to(gl.float32)
+    total = own * own
     for _ in gl.static_range(8):
         if total.shape[0] > 2:
             total = gl.sum(gl.reshape(total, [2, total.shape[0] // 2]), 0)
     size = gl.sqrt_rn(gl.sum(total, 0) + _EPS)
-    return x * gl.div_rn(gl.to_tensor(1.0), size)
+    return (x.to(gl.float32) * gl.div_rn(gl.to_tensor(1.0), size)).to(DTYPE)
 
 
 @gluon.jit
@@ -110,8 +118,9 @@ def token_kernel(
     to = (b * HV + hv) * V
     # What is not of the state: loads that wait for nothing.
     c = gl.arange(0, K, gl.SliceLayout(0, OF_K))
-    k_t = gl.load(k + b * (k_sb * WORD) + h * (k_sh * WORD) + c)
-    q_t = gl.load(q + b * (q_sb * WORD) + h * (q_sh * WORD) + c)
+    k += b * (k_sb * WORD) + h * (k_sh * WORD)
+    q += b * (q_sb * WORD) + h * (q_sh * WORD)
+    k_t, q_t = gl.load(k + c), gl.load(q + c)
     v_t = gl.load(v + b * (v_sb * WORD) + hv * (v_sh * WORD) + e)
     beta_t = gl.load(beta + b * beta_sb + hv * beta_sh).to(gl.float32)
     # Where the sequence is.
@@ -165,8 +174,7 @@ def token_kernel(
     gates = gl.where(j == rows, gate_t, gl.load(gate_rows + at_rows + j, mask=j < rows, other=0.0))
     betas = gl.where(j == rows, beta_t, gl.load(beta_rows + at_rows + j, mask=j < rows, other=0.0))
     if NORM:
-        k_t = unit(k_t.to(gl.float32), K).to(DTYPE)
-        q_t = unit(q_t.to(gl.float32), K).to(DTYPE)
+        k_t, q_t = unit(k_t, k, K, DTYPE), unit(q_t, q, K, DTYPE)
     left = gl.allocate_shared_memory(DTYPE, [TILE, K], ROWS)
     i_K = gl.arange(0, TILE, gl.SliceLayout(1, OF_K))
     left.store(gl.where((i_K == 0)[:, None], k_t[None, :], q_t[None, :]))
@@ -222,8 +230,8 @@ def token_kernel(
     vn_t = gl.convert_layout(vn_t, gl.SliceLayout(0, OF_V))
     with_row(vns, rows, vn_t, OF_V)
     o = mma_v2(T_and_P, reinterpreted(vns, DTYPE, [CHUNK, BV], ROWS).load(RIGHT), by_S * gl.exp2(g2_t))
-    e_o = gl.arange(0, BV, gl.SliceLayout(0, MMA)) + tile * BV
-    gl.store(out + to + e_o, (row_of(o, 1) * scale).to(DTYPE))
+    e_o = gl.arange(0, BV, gl.SliceLayout(0, MMA))[None, :] + tile * BV
+    gl.store(out + to + (e_o + i * 0), (o * scale).to(DTYPE), mask=(i == 1) & (e_o >= 0))
     gl.store(bv_rows + (at_rows + rows) * V + e, bv_t)
     gl.store(vn_rows + (at_rows + rows) * V + e, vn_t)
     if tile == 0:
@@ -266,11 +274,14 @@ def close(
         S.slice(first, ROWS_AT_ONCE).store(after.to(DTYPE))
 
 
-def columns_of(B: int, HV: int, K: int, V: int) -> int:
-    """Columns of V per program: fewer where there are few programs. This affects no sum."""
-    if B * HV <= 64:
-        return 32
+def columns_of(K: int, V: int) -> int:
+    """Columns of V per program. This affects no sum. Of K = 256 two programs with 64 fit an SM."""
     return 128 if K < 256 and V % 128 == 0 else 64
+
+
+#: Registers per thread, where shared memory lets three (K = 128) or four (K = 64) programs share an SM: what
+#: they can have then. ptxas 12.8 spills none.
+REGISTERS = {64: 128, 128: 168}
 
 
 def token(
@@ -279,7 +290,9 @@ def token(
     """One token of each sequence. `columns`: of V per program; 0 is the rule."""
     q, v, of = args["q"], args["v"], {name: args[name] for name in state.TENSORS}
     (B, _, H, K), (HV, V), (N, HALVES) = q.shape, v.shape[2:], of["start"].shape[:2]
-    columns = columns or columns_of(B, HV, K, V)
+    columns = columns or columns_of(K, V)
+    if K in REGISTERS:
+        options = {"maxnreg": REGISTERS[K], **options}
     slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
     strides = [kernels_triton.strides_of(args[name])[::2] for name in ("q", "k", "v", "g", "beta")]
     # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
