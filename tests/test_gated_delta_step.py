@@ -171,6 +171,54 @@ def test_a_prompt_by_whole_chunks_leaves_the_same_state() -> None:
     assert torch.equal(*last)
 
 
+# The host
+
+
+def test_calls_that_differ_in_values_only_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared, checked = OPS["gated_delta_rule_step"], []
+    check = declared.contract.check
+    monkeypatch.setattr(declared.contract, "check", lambda values: checked.append(1) or check(values))
+
+    def checks(state: DeltaState, *given: Tensor, **rest: Any) -> int:
+        checked.clear()
+        gated_delta_rule_step(state, *given, **{"validate": False} | rest)
+        return len(checked)
+
+    given, state = tokens(2, 2), made()
+    declared.forget()
+    assert [checks(state, *given) for _ in range(3)] == [1, 0, 0]
+    assert (
+        checks(state, *tokens(2, 2, seed=1)) == checks(made(), *given) == 0
+    )  # other values, at other places
+    assert checks(state, *tokens(1, 2)) == checks(made(3), *given) == checks(state, *given, scale=0.5) == 1
+    state.bv_rows = torch.zeros(state.bv_rows.numel() + 1).bfloat16()[1:].view(state.bv_rows.shape)
+    assert checks(state, *given) == 1  # another alignment
+    assert checks(state, *given, validate=True) == checks(state, *given, validate=True) == 1
+    with torch.no_grad():
+        assert checks(made(), *given) == 1
+
+
+def test_a_known_call_is_refused_if_its_state_no_longer_fits() -> None:
+    given, state = tokens(2, 2), made()
+    for _ in range(2):
+        step(state, given, validate=False)
+    state.place = state.place[:1]
+    with pytest.raises(ContractError, match="B=2 sequences, but the state has 1 slots"):
+        step(state, given, validate=False)
+    with pytest.raises(ContractError, match="must be an isobit"):
+        step(given[0], given, validate=False)  # type: ignore[arg-type]
+
+
+def test_a_known_call_finds_its_plan_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, state, expected = tokens(1, 6), made(1), made(1)
+    right = step(expected, given)
+    # Gates of every other token begin at a multiple of 16 bytes: two keys.
+    found = [step(state, given, t, t + 1, validate=False) for t in range(4)]
+    monkeypatch.setattr("isobit.frame.op.cache_key_of", lambda *_: pytest.fail("a key was computed"))
+    found += [step(state, given, t, t + 1, validate=False) for t in (4, 5)]
+    assert torch.equal(torch.cat(found, 1), right)
+
+
 # Known-bad kernels. Each must fail, on what is there for it.
 
 
