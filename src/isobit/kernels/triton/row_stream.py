@@ -47,9 +47,9 @@ def fold_sums(partials, out, P, D, COLUMNS: tl.constexpr, LOG_FAN: tl.constexpr)
     tl.store(out + own[:, None] + col[None, :], narrow(total, out), mask=(col < D)[None, :])
 
 
-def programs_of(rows: int) -> int:
+def programs_of(rows: int, log_groups: int = LOG_GROUPS) -> int:
     """How many programs add the groups of so many rows."""
-    return max(triton.cdiv(rows, GROUP << LOG_GROUPS), 1)
+    return max(triton.cdiv(rows, GROUP << log_groups), 1)
 
 
 def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:

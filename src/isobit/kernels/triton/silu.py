@@ -7,6 +7,7 @@ functions are compiled without contraction. In the interpreter exp is numpy's.
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.language.target_info import is_cuda
 
 from isobit.kernels.triton.interpreter import INTERPRETED
 
@@ -21,15 +22,38 @@ def exp(x):
 
 
 @triton.jit
+def quotient(a, d):
+    """a / d rounded to nearest, for d = 1 + e^-x, and a = x or 1.
+
+    `div_rn` inspects its operands and branches, so quotients are computed one after another, and each waits
+    for its reciprocal. Here both are first scaled so that no step over- or underflows where d is finite, and
+    then the steps are those that NVIDIA's compiler makes for such operands. Where a or d is infinite the
+    steps give NaN, and a times the reciprocal is the quotient. A subnormal a is halved: there d is 2, and
+    the steps are exact but for the one rounding."""
+    if not INTERPRETED and is_cuda():
+        scale = tl.where(d > 18446744073709551616.0, 5.421010862427522e-20, 1.0)  # 2^64 and 2^-64
+        a, d = a * scale, d * scale
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+        near = a * y
+        y = tl.fma(tl.fma(-d, y, 1.0), y, y)
+        q = a * y
+        q = tl.fma(tl.fma(-d, q, a), y, q)
+        q = tl.where(q == q, q, near)
+    else:
+        q = tl.div_rn(a, d)
+    return q
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x)."""
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
+    return quotient(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
 
 
 @triton.jit
 def silu(x):
     """x / (1 + e^-x)."""
-    return tl.div_rn(x, 1.0 + exp(-x))
+    return quotient(x, 1.0 + exp(-x))
 
 
 @triton.jit

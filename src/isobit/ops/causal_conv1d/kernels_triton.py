@@ -22,8 +22,9 @@ from isobit.kernels.triton.interpreter import INTERPRETED, narrow
 from isobit.kernels.triton.silu import silu
 
 #: A program of four warps takes RUNS runs of RUN tokens, and COLUMNS channels. It loads CHUNK tokens of each run
-#: at a time.
-RUNS, RUN, CHUNK, COLUMNS = 8, 16, 4, 128
+#: at a time. In the interpreter runs are fewer and shorter, so that small cases have programs without EDGES.
+RUNS, RUN = (2, 8) if INTERPRETED.value else (4, 16)
+CHUNK, COLUMNS = 4, 128
 
 #: Arguments that change with the batch. They are not specialised, to avoid recompiles.
 BATCH = ("N", "T", "S", "steps", "x_sb", "x_st", "first_s", "cu_s")

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.launch import Launch, run
-from isobit.kernels.triton.interpreter import narrow
-from isobit.kernels.triton.row_stream import GROUP, LOG_GROUPS, over_groups, programs_of, sum_of
+from isobit.kernels.triton import row_stream
+from isobit.kernels.triton.interpreter import INTERPRETED, narrow
+from isobit.kernels.triton.row_stream import GROUP, over_groups, programs_of, sum_of
 from isobit.kernels.triton.silu import silu_slope
 from isobit.ops.causal_conv1d.kernels_triton import (
     BATCH,
@@ -35,9 +36,11 @@ from isobit.ops.causal_conv1d.kernels_triton import (
     without_first,
 )
 
-#: Channels of a program, and its warps.
-COLUMNS, WARPS, CHUNK = 64, 8, 2
-EXTRA = {}
+#: Channels of a program, its warps, and the tokens of a group that it loads at a time.
+COLUMNS, WARPS, CHUNK = 32, 4, 2
+
+#: Groups (log2) of a program. In the interpreter one, so that small cases have programs without EDGES.
+LOG_GROUPS = 0 if INTERPRETED.value else row_stream.LOG_GROUPS
 
 # Kernels
 
@@ -198,7 +201,7 @@ def causal_conv1d_bwd(
     if empty:
         dtype = weight.dtype
         return dx, wanted("weight", D, W, dtype=dtype), wanted("bias", D, dtype=dtype)
-    P, columns = programs_of(N), columns_of(D, COLUMNS)
+    P, columns = programs_of(N, LOG_GROUPS), columns_of(D, COLUMNS)
     taps = wanted("weight", P, D * W, dtype=torch.float32)
     alone = wanted("bias", P, D, dtype=torch.float32)
     launch(
@@ -206,7 +209,7 @@ def causal_conv1d_bwd(
         x, weight, args["bias"], state, *where, dout, dx, taps, alone,
         N, length, S, steps, x_sb, x_st, *of_where, *of_dout, D,
         W=W, SILU=args["activation"] == "silu", WORD=word, GROUP=GROUP, LOG_GROUPS=LOG_GROUPS, CHUNK=CHUNK,
-        COLUMNS=columns, num_warps=WARPS, enable_fp_fusion=False, **EXTRA,
+        COLUMNS=columns, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     dweight = None if taps is None else sum_of(taps, weight.dtype, launch).view(D, W)
     return dx, dweight, None if alone is None else sum_of(alone, weight.dtype, launch)
