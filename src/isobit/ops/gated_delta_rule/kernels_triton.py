@@ -46,6 +46,10 @@ _AT_ONCE = tl.constexpr(4)
 #: Rows of q and k that one program normalizes.
 ROWS = 16
 
+#: Columns of o that one program computes, however few there are: with 16 or 32 ptxas 12.8, the one in Triton
+#: 3.6 and 3.7, loses the address of an operand (see `isobit.check.sass`).
+COLUMNS = 64
+
 #: Columns of u and w at a time, from a given T.
 FOLDED = 64
 
@@ -502,10 +506,9 @@ def gated_delta_rule(
         k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, args["output_final_state"], launch
     )
     o = torch.empty(v.shape, dtype=q.dtype, device=v.device)
-    BV = columns_of(V, 64)
     launch(
-        output_kernel, (-(-V // BV) * tiles * HV,),
+        output_kernel, (-(-V // COLUMNS) * tiles * HV,),
         q, k, v_new, g2, h, bounds, o, float(args["scale"]), T, S, H, HV, K, V,
-        BK=_rows_of(K), BV=BV, V_FIRST=v_first, **_OPTIONS,
+        BK=_rows_of(K), BV=COLUMNS, V_FIRST=v_first, **_OPTIONS,
     )  # fmt: skip
     return o, final, inverse

@@ -160,7 +160,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
     from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
 
     empty, dtype = _empty(F16 if dtype == F32 else dtype), F16 if dtype == F32 else dtype
-    calls: list[Call] = [(128, 128, "gh", False, False), (64, 64, "n", True, True)]
+    calls: list[Call] = [(128, 128, "gh", False, False), (64, 16, "n", True, True)]
     T, H, HV = 256, 1, 2
     for K, V, mode, v_first, packed in calls if dtype == BF16 else calls[1:]:
         S = 3 if packed else 1
