@@ -57,10 +57,10 @@ def _of_split(z: Array, scale: Array, order: Order) -> Sums:
     step = order.unroll * lanes
     m, s, t = np.full((N, lanes), -INF), np.zeros((N, lanes), F32), np.zeros((N, lanes), F32)
     for first in range(0, z.shape[1], step):
-        tiles = np.full((N, step), -INF)
+        whole = np.full((N, step), -INF)
         some = z[:, first : first + step]
-        tiles[:, : some.shape[1]] = some
-        tiles = tiles.reshape(N, order.unroll, lanes)
+        whole[:, : some.shape[1]] = some
+        tiles = whole.reshape(N, order.unroll, lanes)
         top = np.fmax(m, np.fmax.reduce(tiles, axis=1))
         to = _finite_or_zero(top)
         s, t = _rescaled(m, s, t, to, scale[:, None])
