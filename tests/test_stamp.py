@@ -39,7 +39,7 @@ def replaced(path: Path, old: str, new: str) -> None:
 
 OTHERS = [
     "cli/main.py", "frame/op.py", "frame/launch.py", "check/runner.py", "bench/timing.py",
-    "ops/logp/proof.py", "ops/logp/rivals.py",
+    "ops/logp/proof/__init__.py", "ops/logp/rivals.py",
     "ops/det_gemm/kernels_triton.py", "kernels/hopper/product.py",
 ]  # fmt: skip
 OWN = ["op.py", "reference.py", "kernels_triton.py", "kernels_hopper.py"]

@@ -5,11 +5,13 @@ order is fixed.
     as_group         a group of torch.distributed, or a one-dimensional mesh, as a `Group`
     in_turn          the same code on several ranks of one process, one after another on one device
     agree            all ranks make the same call, or every one of them raises the same error
+    reads_values     whether a call checks the contents of tensors
+    shown            an argument in the description of a call
     ordered_sum      the sum of all ranks' fp32 tensors as a balanced tree, rounded once, on every rank
     ordered_scatter  the same, of which a rank keeps its own rows
 """
 
-from isobit.ranks.agreement import agree
+from isobit.ranks.agreement import agree, reads_values, shown
 from isobit.ranks.fold import fold
 from isobit.ranks.group import ALONE, SIZES, Group, Processes, RanksError, as_group
 from isobit.ranks.in_turn import in_turn
@@ -17,5 +19,5 @@ from isobit.ranks.ordered import gather_rows, ordered_scatter, ordered_sum
 
 __all__ = [
     "ALONE", "SIZES", "Group", "Processes", "RanksError", "agree", "as_group", "fold", "gather_rows",
-    "in_turn", "ordered_scatter", "ordered_sum",
+    "in_turn", "ordered_scatter", "ordered_sum", "reads_values", "shown",
 ]  # fmt: skip

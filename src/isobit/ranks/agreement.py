@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.call_plan import validates
-from isobit.frame.contract import ContractError
+from isobit.frame.contract import ContractError, describe, dtype_name
 from isobit.ranks.group import Group
 
 #: Bytes of a description that others are shown.
@@ -55,9 +55,19 @@ def agree(
 def _asks(group: Group, call: str, device: torch.device, validate: bool | None) -> bool:
     if validate is False or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return False
-    if validate or device.type == "cpu" or validates(None):
-        return True
-    return _hash(call) not in _agreed_of(group)
+    return reads_values(validate, device) or _hash(call) not in _agreed_of(group)
+
+
+def reads_values(validate: bool | None, device: torch.device) -> bool:
+    """Whether a call checks the contents of tensors."""
+    return validate is True or (validate is None and (device.type == "cpu" or validates(None)))
+
+
+def shown(value: Any) -> str:
+    """An argument in the description of a call."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return describe(value) if isinstance(value, Tensor) else str(value)
 
 
 def _agreed_of(group: Group) -> set[bytes]:

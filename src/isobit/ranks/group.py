@@ -4,7 +4,9 @@ A group moves bytes and adds nothing. Sums over ranks are made of its two collec
 `all_to_all`, so no order is left to a library, and the bits do not depend on who moves the bytes.
 """
 
+import weakref
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,11 +45,19 @@ class Group(ABC):
 
 
 class Processes(Group):
-    """A process group of torch.distributed: NCCL, gloo, or any other with these two collectives."""
+    """A process group of torch.distributed: NCCL, gloo, or any other with these two collectives. It does not
+    keep the process group alive."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self._group, self._hash = weakref.ref(group), hash(group)
         self.rank, self.size = group.rank(), group.size()
+
+    @property
+    def group(self) -> Any:
+        group = self._group()
+        if group is None:
+            raise RanksError(f"rank {self.rank} of {self.size}: its process group no longer exists")
+        return group
 
     def all_gather(self, t: Tensor) -> Tensor:
         if self.size == 1:
@@ -84,10 +94,10 @@ class Processes(Group):
         return "" if timeout is None else f" of {timeout.total_seconds():g} s"
 
     def __hash__(self) -> int:
-        return id(self.group)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Processes) and other.group is self.group
+        return self is other or (isinstance(other, Processes) and other.group is self.group)
 
     def __repr__(self) -> str:
         return f"Processes(rank {self.rank} of {self.size})"
@@ -115,6 +125,20 @@ class Alone(Group):
 ALONE = Alone()
 
 
+#: By process group, as long as that exists: layers are called with it in every forward.
+_known: "weakref.WeakKeyDictionary[Any, Processes]" = weakref.WeakKeyDictionary()
+
+
+@cache
+def _kinds() -> tuple[Any, Any]:
+    """The classes of what a user gives. They are imported when somebody gives one."""
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return ProcessGroup, DeviceMesh
+
+
+@cache
 def _all_gather() -> str:
     """Torch 2.13 has another name for it, and warns of the old one."""
     import torch.distributed as dist
@@ -136,9 +160,7 @@ def as_group(what: str, group: Any) -> Group:
     if group is None:
         return ALONE
     if not isinstance(group, Group):
-        from torch.distributed import ProcessGroup
-        from torch.distributed.device_mesh import DeviceMesh
-
+        ProcessGroup, DeviceMesh = _kinds()
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ContractError(
@@ -151,7 +173,10 @@ def as_group(what: str, group: Any) -> Group:
                 f"{what}(group: {type(group).__name__}): must be a ProcessGroup of torch.distributed that "
                 "this rank belongs to, or a DeviceMesh of one dimension"
             )
-        group = Processes(group)
+        known = _known.get(group)
+        if known is None:
+            known = _known[group] = Processes(group)
+        group = known
     if group.size not in SIZES:
         raise ContractError(
             f"{what}(group: {group.size} ranks): must have 1, 2, 4 or 8 ranks: sums are trees of eight leaves"

@@ -13,6 +13,9 @@ op's results are functions of logp, their gradients times their derivatives are 
 
 Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its gradient is 0. A live row with
 an id outside [0, V) reads nothing at that id; its gradient is NaN.
+
+The logits of a backward may be those columns of a vocabulary that one of several ranks has: an id of another
+rank is valid then, and columns behind the last token get 0.
 """
 
 import math
@@ -27,39 +30,11 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch
+from isobit.kernels.host.row_order import order_of
 from isobit.kernels.host.rows import row_strides, walkable
 from isobit.kernels.host.temperature import scaling
 from isobit.kernels.triton.interpreter import INTERPRETED, narrow
 from isobit.kernels.triton.rows import fold, given_at, own_or, row_offset, row_weights, split_sums
-
-
-class Order(NamedTuple):
-    """The order of the sums: 2**log_block lanes, `unroll` tiles per step, `steps` steps per split. `warps`
-    and `registers` affect the schedule only."""
-
-    log_block: int
-    unroll: int
-    steps: int
-    warps: int
-    registers: int | None
-
-    @property
-    def split(self) -> int:
-        return (self.unroll << self.log_block) * self.steps
-
-
-def order_of(V: int) -> Order:
-    """Depends on V alone, so that bits do not depend on the batch (law V).
-
-    Measured with `logp` on an H200 in 2026-11, fraction of the copy bandwidth at V = 32768, 50257, 50304,
-    151936 (16 bits): 0.99, 0.96, 1.00, 1.04. Without the register cap 0.99, 0.94, 0.99, 1.03; one warp 0.93,
-    0.86, 0.93, 0.99; 16 tiles per step 0.99, 0.86, 0.98, 1.02. Twice the steps gain 2 % at odd V and cost 50
-    % at N = 8.
-    """
-    if V <= 1024:
-        return Order(log_block=8, unroll=4, steps=1, warps=1, registers=None)
-    return Order(log_block=8, unroll=8, steps=8, warps=2, registers=64)
-
 
 #: From this many rows per SM on, a program takes a whole row; below it, a split. Equally fast at 16 on an
 #: H200.
@@ -83,6 +58,9 @@ BATCH = ("N", "inner", "ids_so", "mask_so")
 _GRADIENTS = tuple(
     f"{name}_{s}" for name in ("dlogp", "dentropy", "dlse", "dratio", "dkl", "shares") for s in ("so", "si")
 )
+
+#: Where a rank's columns are in the vocabulary.
+_COLUMNS = ("first_column", "tokens")
 
 
 # Forward
@@ -186,13 +164,13 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 # Backward
 
 
-@triton.jit(do_not_specialize=(*BATCH, *_GRADIENTS))
+@triton.jit(do_not_specialize=(*BATCH, *_GRADIENTS, *_COLUMNS))
 def logits_gradient(
     logits, ids, mask, stats, slopes, entropy, dlogp, dentropy, dlse, dratio, dkl, shares, dloss, dlogits,
     scales, inverses, scale, inverse, ignore_index, N, V, inner, parts, logits_so, logits_si, ids_so, ids_si,
     mask_so, mask_si, dlogp_so, dlogp_si, dentropy_so, dentropy_si, dlse_so, dlse_si, dratio_so, dratio_si,
-    dkl_so, dkl_si, shares_so, shares_si, CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr,
-    UNROLL: tl.constexpr, STEPS: tl.constexpr,
+    dkl_so, dkl_si, shares_so, shares_si, first_column, tokens, CONGRUENT: tl.constexpr, LINE: tl.constexpr,
+    WORDS: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One program takes STEPS x UNROLL x WORDS words of 16 bytes of a row, one of its `parts`. dlogits is
     contiguous [N, V], and consecutive programs write consecutive memory.
@@ -200,10 +178,19 @@ def logits_gradient(
     Programs start on the 128-byte lines of dlogits and write whole words whatever V is. If the rows of logits
     are CONGRUENT (the same offset within a word as those of dlogits) they read whole words too. The first and
     the last word of a row may be shared with its neighbours and are written by element.
+
+    The V columns are all that there are, or with `tokens` those from `first_column` on of as many tokens.
     """
     WORD: tl.constexpr = LINE // 8
     row, nth = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    ids_below = V
+    if tokens is not None:
+        ids_below = tokens
+    token, live, good = row_state(
+        ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, ids_below
+    )
+    if tokens is not None:
+        token = token - first_column  # outside [0, V) if another rank has it
     start = row * V
     shift = (start % LINE).to(tl.int32)
     dz_words = dlogits + start // LINE * LINE
@@ -253,11 +240,16 @@ def logits_gradient(
             z = z + (tl.load(z_words + w * WORD + inside, mask=(w >= whole_from) & (w < hi), other=0.0),)
         for i in tl.static_range(UNROLL):
             w = first + i * WORDS + word
-            dz = gradient(z[i], w * WORD + inside - shift, token, weights, scale, dentropy is not None)
+            col = w * WORD + inside - shift
+            dz = gradient(z[i], col, token, weights, scale, dentropy is not None)
+            if tokens is not None:
+                dz = tl.where(col < tokens - first_column, dz, 0.0)
             tl.store(dz_words + w * WORD + inside, narrow(dz, dlogits), mask=(w >= whole_from) & (w < hi))
     if nth == 0:
         x = tl.load(logits + z_start + ends, mask=of_row, other=0.0)
         dz = gradient(x, ends, token, weights, scale, dentropy is not None)
+        if tokens is not None:
+            dz = tl.where(ends < tokens - first_column, dz, 0.0)
         tl.store(dlogits + start + ends, narrow(dz, dlogits), mask=of_row)
 
 
@@ -294,7 +286,8 @@ def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
 def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     """dlogits, contiguous, in the dtype of the logits. `args` are those of a backward; `dratio` and `dkl`
     need `slopes`, the derivatives of ratio and kl by logp. With `dloss`, a number, `dlogp` is the derivative
-    of a loss, to be multiplied by that number and by the row's number in `shares`."""
+    of a loss, to be multiplied by that number and by the row's number in `shares`. With `tokens` the logits
+    are the columns from `first_column` on of a vocabulary of as many."""
     ids, mask = args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -318,7 +311,7 @@ def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     launch(
         logits_gradient, (N * parts,),
         z, ids, mask, *saved, *grads, args.get("dloss"), dlogits, *scaling(args["temperature"], N),
-        args["ignore_index"], N, V, inner, parts, *strides,
+        args["ignore_index"], N, V, inner, parts, *strides, args.get("first_column"), args.get("tokens"),
         CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
         num_warps=BWD_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isobit.frame.call_plan import validates
 from isobit.frame.composed import outside_graphs
-from isobit.frame.contract import ContractError, describe, dtype_name
+from isobit.frame.contract import ContractError
 from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.linear_logp import shard_op
 from isobit.ops.linear_logp.op import backward, forward, is_sharded
-from isobit.ranks import Group, agree, as_group, ordered_sum
+from isobit.ranks import Group, agree, as_group, ordered_sum, reads_values, shown
 
 _OPTIONS = ("ignore_index", "temperature", "softcap", "logit_scale", "logits_dtype")
 
@@ -52,16 +51,10 @@ class Call:
 def _said(what: str, args: dict[str, Any]) -> str:
     """What must be the same on all ranks."""
     names = ("hidden", "token_ids", "vocab_size", "padded_vocab", *_OPTIONS, "return_entropy", "return_lse")
-    shown = {name: _short(args[name]) for name in (*names, "numerics", "backend")}
-    shown |= {f"with {name}": str(args[name] is not None) for name in ("bias", "mask")}
+    told = {name: shown(args[name]) for name in (*names, "numerics", "backend")}
+    told |= {f"with {name}": str(args[name] is not None) for name in ("bias", "mask")}
     needs = getattr(args["hidden"], "requires_grad", False) and torch.is_grad_enabled()
-    return f"{what}: " + ", ".join(f"{k}={v}" for k, v in shown.items()) + f", gradient={needs}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    return describe(value) if isinstance(value, Tensor) else str(value)
+    return f"{what}: " + ", ".join(f"{k}={v}" for k, v in told.items()) + f", gradient={needs}"
 
 
 class _Sharded(torch.autograd.Function):
@@ -152,11 +145,6 @@ def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Te
 
 
 linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside this call")
-
-
-def reads_values(validate: bool | None, device: torch.device) -> bool:
-    """Whether a call checks the contents of tensors."""
-    return validate is True or (validate is None and (device.type == "cpu" or validates(None)))
 
 
 def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None) -> Call:

@@ -12,6 +12,7 @@ from isobit.frame.contract import describe
 from isobit.ops.linear_logp import sharded
 from isobit.ops.linear_policy_loss.chunked import PLAIN, Call
 from isobit.ops.linear_policy_loss.op import call_of
+from isobit.ranks import reads_values
 
 _ROWS = ("hidden", "weight", "token_ids", "bias", "mask", "ignore_index", "temperature")
 _MORE = ("padded_vocab", "workspace_bytes", "validate", "numerics", "backend")
@@ -34,7 +35,7 @@ def call_of_rank(given: dict[str, Any], vocab_size: int | None, group: Any) -> C
         rows | flags, group, "linear_policy_loss", f", cu_seqlens={_shapes(given['cu_seqlens'])}, "
         f"inputs={_shapes(given['inputs'])}", check_loss,
     )  # fmt: skip
-    validated = sharded.reads_values(given["validate"], call.args["hidden"].device)
+    validated = reads_values(given["validate"], call.args["hidden"].device)
     return replace(checked[0], check=validated, of_ranks=lambda: sharded.rows_of(call)[:2])
 
 
