@@ -273,7 +273,7 @@ def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
 def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[Cell, BaseException | None]:
     """A cell, and an error that was raised."""
     cell = Cell(op.name, backend, law, case.name, OK, command=_command(op, backend, law, case, request))
-    # A check of all laws would spend most of its time compiling. A dtype that is named is compiled to its end.
+    # A check of all laws would spend most of its time compiling. A dtype that is named is compiled in full.
     second = not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
     trial = Trial(
         op, backend, request.device, case, arch_key(request.device),
