@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from isobit.check.runner import FAIL, OK
+from isobit.frame.op import OPS
 from isobit.numerics import CHAIN16, SEG16_512, chain, cut, segments
+from isobit.ops.det_grouped_linear.proof.linear import controls_of_gradients
+from isobit.spec.proof import Case
+from isobit.spec.trial import Trial
 from test_checker_products import candidate, only
 
 ROWS = "M=40 E=4 K=48 N=24 bf16 bias=fp32"
@@ -63,6 +67,22 @@ def test_correct_ones_pass() -> None:
     found += [of_sums("accuracy", SUMS, sums), of_sums("contract", None, sums)]
     found += [of_sums("invariant", case, sums) for case in (SUMS_BITS, SUMS_CUT)]
     assert [(c.op, c.law, c.reason) for c in found if c.status != OK] == []
+
+
+def test_orders_of_gradients_show_in_16_bits_too() -> None:
+    """In hundreds of elements. A sum over 16 rows is one step, and has no order."""
+
+    def said(M: int, E: int) -> list[str]:
+        case = Case({"M": M, "E": E, "K": 24, "N": 24}, torch.bfloat16, data="random")
+        trial = Trial(OPS["det_grouped_linear"], "model", torch.device("cpu"), case, "cpu")
+        args = trial.args()
+        dy = trial.cotangents(trial.forward(args))[0]
+        return [check.message for check in controls_of_gradients(trial, args, dy)]
+
+    long, short = said(80, 2), said(16, 8)
+    assert len(long) == 2 and "dweight" in long[0]
+    assert all(int(message.split()[-2]) > 50 for message in long), long
+    assert len(short) == 1 and "dx" in short[0]
 
 
 # Rows

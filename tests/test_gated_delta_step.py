@@ -21,6 +21,9 @@ from isobit.frame.op import OPS
 from isobit.ops.gated_delta_rule.model import CPU as ON_CPU
 from isobit.ops.gated_delta_rule_step import model
 from isobit.ops.gated_delta_rule_step.kernels_triton import rows
+from isobit.ops.gated_delta_rule_step.proof import PROOF
+from isobit.ops.gated_delta_rule_step.proof.bits import carried_border
+from isobit.ops.gated_delta_rule_step.proof.inputs import backend_for
 from isobit.spec.proof import Case
 from isobit.spec.trial import Trial
 
@@ -299,6 +302,20 @@ def test_known_bad_ones_fail(run: Callable[..., Tensor], message: str) -> None:
 
 
 # Kernels, in Triton's interpreter
+
+
+def test_a_state_in_16_bits_shows_only_behind_a_later_border() -> None:
+    """Rows of its own chunk read it rounded in any case. So the control needs a border after it."""
+    borders = {(64, 65): 0, (100, 108): 0, (127, 130): 64, (128, 129): 64, (200, 201): 128, (0, 200): 0}
+    assert {place: carried_border(*place) for place in borders} == borders
+
+
+def test_the_model_goes_on_from_its_own_arithmetic_on_a_gpu() -> None:
+    """And is compared with it: the kernels there are of another class."""
+    gpu = torch.device("cuda")
+    assert [backend_for(name, gpu) for name in ("model", "triton")] == ["model", None]
+    assert [backend_for(name, CPU) for name in ("model", "triton")] == ["model", "model"]
+    assert PROOF.of("model").make is not PROOF.make
 
 
 def test_kernels_with_garbage_and_with_infinite_rows() -> None:

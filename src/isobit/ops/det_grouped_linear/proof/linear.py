@@ -180,10 +180,10 @@ def _controls(trial: Trial, args: Args, dy: Tensor, whole: Run) -> list[OutputCh
         trial.control(control.what, [whole[0]], trial.forward(control.change(args)))
         for control in LINEAR.controls  # type: ignore[union-attr]
     ]
-    return checks + (_controls_of_gradients(trial, args, dy) if whole[1] else [])
+    return checks + (controls_of_gradients(trial, args, dy) if whole[1] else [])
 
 
-def _controls_of_gradients(trial: Trial, args: Args, dy: Tensor) -> list[OutputCheck]:
+def controls_of_gradients(trial: Trial, args: Args, dy: Tensor) -> list[OutputCheck]:
     """Of sums that cancel: rounded to 16 bits, others seldom show their order. A sum over at most 16 rows, or
     as many columns, is one step and has none."""
     checks = []

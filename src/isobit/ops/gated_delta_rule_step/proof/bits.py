@@ -203,7 +203,7 @@ def controls(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
         for t in range(n, end):
             o, state = some(t, t + 1, state)
             recurrent[b, t - n] = o[0, 0]
-        if border := _carried_border(n, end):
+        if border := carried_border(n, end):
             shown = True
             first = some(0, border, history["initial_state"])[1].to(whole.dtype).float()
             narrow[b, : end - n] = some(border, end, first)[0][0, n - border :]
@@ -216,7 +216,7 @@ def controls(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
     return checks
 
 
-def _carried_border(n: int, end: int) -> int:
+def carried_border(n: int, end: int) -> int:
     """The last border before token n whose state the chunk of the last token does not begin with: rows of
     its own chunk read a state rounded to 16 bits in any case. 0 if there is none."""
     return max(min(n // CHUNK, (end - 1) // CHUNK - 1), 0) * CHUNK
