@@ -1,10 +1,15 @@
 """One new row of a sequence on Hopper: the kernel of plain decoding.
 
-One program per sequence, value head and BV columns of V. All that it reads of the state is copied to shared
-memory at once, so the memory is busy while the program waits only once. The new row is put among the others
-there. Products have two rows: q and k with the keys, q and w with S, and of P and T with rows of the chunk.
-They are row 1 and row 0 of a tile of 16, the least that a matrix instruction takes; its other rows hold
-anything.
+One program per sequence, value head and BV columns of V. What it reads of the state is copied to shared
+memory before it is needed, and it computes while other programs of the SM wait: so shared memory is scarce,
+and rows of v_new and beta v take the place of keys and of T, which have been read by then. The new row is put
+among the others there.
+
+Products have two rows: q and k with the keys, q and w with S, P and the row of T with rows of the chunk. They
+are row 1 and row 0 of a tile of 16, the least that a matrix instruction takes; its other rows hold anything.
+
+Programs of a launch run in any order, and a new chunk may lie where the one before it was. So a program
+writes nothing that another one reads: counts, keys and gates are left to a second launch.
 
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
