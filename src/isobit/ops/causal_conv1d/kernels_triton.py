@@ -1,12 +1,16 @@
 """`causal_conv1d` in portable Triton: NVIDIA, AMD, and the CPU interpreter. Class conv/1, see
 docs/causal_conv1d.md.
 
-A program takes some tokens and some channels, and loads each of the W inputs of a token separately: from x,
-from the initial state, or nothing. Neighbours in a tile load the same inputs, from the L1 cache. An element
-is computed alone, so tiles and warps are free.
+A program takes runs of tokens and some channels, and goes through each run token by token: the last inputs
+stay in registers, so each is loaded once. Where a run begins it loads W - 1 more. An element is computed
+alone, so tiles and warps are free.
+
+Most programs are inside one sequence. That is found out once, by the sequences of its first and its last row;
+only where a sequence begins or x ends is it asked for every row (EDGES), and inputs replaced by the state or
+by zeros.
 
 Whatever cu_seqlens, first and slots hold, no access is out of bounds: the begin of a sequence only decides
-which of the inputs from t - W + 1 to t are read, and never adds others.
+which of the inputs from t - W + 1 to t are used, and never adds others.
 """
 
 from math import gcd
@@ -21,8 +25,8 @@ from isobit.frame.launch import Launch, run
 from isobit.kernels.triton.interpreter import INTERPRETED, narrow
 from isobit.kernels.triton.silu import silu
 
-#: A program of four warps takes RUNS runs of RUN tokens, and COLUMNS channels. It loads CHUNK tokens of each run
-#: at a time. In the interpreter runs are fewer and shorter, so that small cases have programs without EDGES.
+#: A program of four warps takes RUNS runs of RUN tokens, and COLUMNS channels. It loads CHUNK tokens of each
+#: run at a time. In the interpreter runs are fewer and shorter: small cases then have programs without EDGES.
 RUNS, RUN = (2, 8) if INTERPRETED.value else (4, 16)
 CHUNK, COLUMNS = 4, 128
 
@@ -57,10 +61,14 @@ def begins_of(row, T, S, first, cu_seqlens, first_s, cu_s, steps):
 
 @triton.jit
 def in_one_sequence(start, end, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U: tl.constexpr):
-    """Whether rows from start - U to end exist, and are of one sequence and no padding."""
+    """Whether rows from start - U to end exist, and are of one sequence and no padding. A wrong bound may be
+    negative, so they are also compared with the begin of x, or of their batch element."""
     sequence, begin = begins_of(start, T, S, first, cu_seqlens, first_s, cu_s, steps)
     other, _ = begins_of(end, T, S, first, cu_seqlens, first_s, cu_s, steps)
-    return (sequence == other) & (start - U >= begin) & (end < N)
+    least = sequence * T
+    if cu_seqlens is not None:
+        least = sequence * 0
+    return (sequence == other) & (start - U >= tl.maximum(begin, least)) & (end < N)
 
 
 @triton.jit
@@ -95,8 +103,8 @@ def load_rows(ptr, row, b, col, N, T, sb, st, D, EDGES: tl.constexpr):
 
 @triton.jit
 def inputs_of(held, state, sequence, since, col, S, D, W: tl.constexpr, EDGES: tl.constexpr):
-    """The W inputs of rows, of which `held` are the last W rows of x: what is before a sequence is replaced by
-    its state, or by zeros."""
+    """The W inputs of rows, of which `held` are the last W rows of x: what is before a sequence is replaced
+    by its state, or by zeros."""
     given = held
     if EDGES:
         given = ()
@@ -197,7 +205,7 @@ def convolve_run(
         for i in tl.static_range(CHUNK):
             row = base + done + i
             sequence, _, since = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U,
-                                           EDGES)
+                                           EDGES)  # fmt: skip
             held = held + (loaded[i].to(tl.float32),)
             given = inputs_of(held, state, sequence, since, col, S, D, W, EDGES)
             held = without_first(held, W)
@@ -225,10 +233,10 @@ def convolve_rows(
     end = start + (RUNS * RUN - 1)
     if in_one_sequence(start, end, N, T, S, first, cu_seqlens, first_s, cu_s, steps, W - 1):
         convolve_run(x, weight, bias, state, first, cu_seqlens, out, start, base, col, N, T, S, steps, x_sb,
-                     x_st, first_s, cu_s, D, W, SILU, RUN, CHUNK, False)
+                     x_st, first_s, cu_s, D, W, SILU, RUN, CHUNK, False)  # fmt: skip
     else:
         convolve_run(x, weight, bias, state, first, cu_seqlens, out, start, base, col, N, T, S, steps, x_sb,
-                     x_st, first_s, cu_s, D, W, SILU, RUN, 1, True)
+                     x_st, first_s, cu_s, D, W, SILU, RUN, 1, True)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=BATCH)

@@ -46,7 +46,9 @@ LOG_GROUPS = 0 if INTERPRETED.value else row_stream.LOG_GROUPS
 
 
 @triton.jit
-def slope_of(given, taps, bias, dout, since, col, D, W: tl.constexpr, SILU: tl.constexpr, EDGES: tl.constexpr):
+def slope_of(
+    given, taps, bias, dout, since, col, D, W: tl.constexpr, SILU: tl.constexpr, EDGES: tl.constexpr
+):
     """dz of rows; 0 for padding and for rows that do not exist."""
     dz = dout.to(tl.float32)
     if SILU:
@@ -110,7 +112,7 @@ def gradient_run(
                                  first_s, cu_s, steps, D, CHUNK, U, EDGES)  # fmt: skip
         for i in tl.static_range(CHUNK):
             row = base + done + i
-            sequence, b, since = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U,
+            sequence, _b, since = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U,
                                            EDGES)  # fmt: skip
             held = held + (loaded_x[i].to(tl.float32),)
             given = inputs_of(held, state, sequence, since, col, S, D, W, EDGES)
@@ -132,7 +134,7 @@ def gradient_run(
                                  first_s, cu_s, steps, D, U, U, EDGES)  # fmt: skip
         for i in tl.static_range(U):
             row = base + GROUP + i
-            sequence, b, since = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U,
+            sequence, _b, since = places_of(row, start, N, T, S, first, cu_seqlens, first_s, cu_s, steps, U,
                                            EDGES)  # fmt: skip
             held = held + (behind_x[i].to(tl.float32),)
             given = inputs_of(held, state, sequence, since, col, S, D, W, EDGES)

@@ -257,7 +257,8 @@ def route_bwd(launch: Launch = run, **args: Any) -> Tensor:
     tiles = _tiles(E, args)
     launch(
         route_rows_bwd, (triton.cdiv(lead.numel(), tiles["ROWS"]),),
-        z, mask, experts, g, dlogits, lead.numel(), inner, *strides, **tiles, num_warps=1, enable_fp_fusion=False,
+        z, mask, experts, g, dlogits, lead.numel(), inner, *strides, **tiles, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return dlogits
 
@@ -270,4 +271,3 @@ def _tiles(E: int, args: dict[str, Any]) -> dict[str, Any]:
         "SIGMOID": args["scoring"] == "sigmoid", "OVER_K": args["order"] == "topk_softmax",
         "NORMALIZE": args["normalize"],
     }  # fmt: skip
-
