@@ -92,18 +92,14 @@ def _of_chunk(at, row, rows, hv, HV):
 
 
 @gluon.jit
-def _system(keys, beta, gate, HAS_G: gl.constexpr):
-    """-A transposed, [j, i]; what is not above the diagonal, and what belongs to no row, is anything."""
-    kk = warpgroup_mma(
-        keys, keys.permute((1, 0)), gl.zeros((C, C), gl.float32, OF_PRODUCT), use_acc=False, is_async=True
-    )
+def _factors(beta, gate, HAS_G: gl.constexpr):
+    """What k k^T is multiplied by, [j, i]; for what is not above the diagonal, anything."""
     factor = gl.expand_dims(gl.convert_layout(-beta, gl.SliceLayout(0, OF_PRODUCT)), 0)
     if HAS_G:
         of_i = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(0, OF_PRODUCT)), 0)
         of_j = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(1, OF_PRODUCT)), 1)
         factor = factor * gl.exp2(of_i - of_j)
-    kk = warpgroup_mma_wait(0, deps=(kk,))
-    return kk * factor
+    return factor
 
 
 @gluon.jit
@@ -156,11 +152,11 @@ def _finish(squares, whole, inverses, place, there, HV, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _keys(k, row, rows, head, H, K: gl.constexpr):
-    """Rows of k of a chunk; zeros where there are none."""
+def _keys(k, row, rows, head, H, part, K: gl.constexpr):
+    """64 columns of k of a chunk; zeros where there are no rows."""
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)), 1)
-    c = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, BY_ROWS)), 0)
-    at = ((row + i).to(gl.int64) * H + head) * K + c
+    c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, BY_ROWS)), 0)
+    at = ((row + i).to(gl.int64) * H + head) * K + part * C + c
     return gl.load(gl.multiple_of(k + at, (1, 16)), mask=i < rows, other=0.0)
 
 
@@ -172,9 +168,11 @@ def solve_kernel(
     """T, rounded, of four systems: chunks and value heads, of which there are `count`.
 
     k is loaded through registers. By TMA, between products, ptxas 12.8 may put the address of the descriptor
-    into registers that hold the operands of the next product."""
+    into registers that hold the operands of the next product. And by 64 columns: the less shared memory a
+    program has, the more programs an SM has."""
     number = gl.program_id(0) * SYSTEMS
-    keys = gl.allocate_shared_memory(k.dtype.element_ty, [C, K], SHARED)
+    group = HV // H
+    keys = gl.allocate_shared_memory(k.dtype.element_ty, [C, C], SHARED)
     squares = gl.allocate_shared_memory(gl.float32, [C, SYSTEMS, C], FLAT)  # one by one
     by_system = reinterpreted(squares, gl.float32, [C, SYSTEMS * C], FLAT)
     whole = reinterpreted(squares, gl.float32, [C, SYSTEMS, C], CUBE)
@@ -193,17 +191,25 @@ def solve_kernel(
             gates = gates + (_of_chunk(g2, own_row, own_rows, n % HV, HV),)
         else:
             gates = gates + (betas[s],)
-    hv = gl.minimum(number, count - 1) % HV
-    tile = _keys(k, row[0], rows[0], hv // (HV // H), H, K)
+    tile = _keys(k, row[0], rows[0], gl.minimum(number, count - 1) % HV // group, H, 0, K)
     for s in gl.static_range(SYSTEMS):
-        keys.store(tile)
-        fence_async_shared()
+        kk = gl.zeros((C, C), gl.float32, OF_PRODUCT)
+        for part in gl.static_range(K // C):
+            keys.store(tile)
+            fence_async_shared()
+            kk = warpgroup_mma(keys, keys.permute((1, 0)), kk, use_acc=part > 0, is_async=True)
+            if part + 1 < K // C:
+                hv = gl.minimum(number + s, count - 1) % HV
+                tile = _keys(k, row[s], rows[s], hv // group, H, part + 1, K)
+                kk = warpgroup_mma_wait(0, deps=(kk,))
+                barrier()  # all warps have finished the product
         if s + 1 < SYSTEMS:
             hv = gl.minimum(number + s + 1, count - 1) % HV
-            tile = _keys(k, row[s + 1], rows[s + 1], hv // (HV // H), H, K)
-        own = _system(keys, betas[s], gates[s], HAS_G)
-        by_system.slice(s * C, C, 1).store(own)
-        barrier()  # all warps have finished the product
+            tile = _keys(k, row[s + 1], rows[s + 1], hv // group, H, 0, K)
+        factor = _factors(betas[s], gates[s], HAS_G)
+        kk = warpgroup_mma_wait(0, deps=(kk,))
+        by_system.slice(s * C, C, 1).store(kk * factor)
+        barrier()
     place = gl.expand_dims(gl.expand_dims(place, 1), 2)
     there = gl.expand_dims(gl.expand_dims(there, 1), 2)
     for block in gl.static_range(C // BLOCK):
@@ -225,6 +231,6 @@ def solve(
         solve_kernel, (-(-systems // SYSTEMS.value),),
         placed(k), beta, *(unused(beta) if t is None else t for t in (g2, cu_seqlens)), inverses,
         T, S, H, HV, systems, K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None,
-        SHARED=shared_layout(64, K, k.dtype), num_warps=4, enable_fp_fusion=False,
+        SHARED=shared_layout(64, 64, k.dtype), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return inverses
