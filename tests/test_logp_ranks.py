@@ -104,6 +104,23 @@ def test_processes_have_the_bits_of_one(tmp_path: Path) -> None:
     _assert_verls_statement([each[6:] for each in found])
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_columns_behind_the_last_token_may_be_missing(ranks: int) -> None:
+    args = tensors()
+    z, ids = args["logits"][:, :V], args["token_ids"]
+    options: dict[str, Any] = {"padded_vocab": P, "temperature": 0.7}
+    whole = isobit.logp(z, ids, **options)
+
+    def on_a_rank(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        own = z.split(P // ranks, -1)[group.rank].clone().requires_grad_()
+        found = isobit.logp(own, ids, vocab_size=V, group=group, **options)
+        return found.detach(), *torch.autograd.grad(found.sum(), own)
+
+    found = in_turn(ranks, on_a_rank)
+    assert all(torch.equal(logp, whole) for logp, _ in found)
+    assert torch.cat([grad for _, grad in found], -1).shape == z.shape
+
+
 # What verl's test of tensor parallelism states: with the LM head cut over ranks, log-probabilities and
 # entropies, and after a backward from both of them the gradients of hidden states and of a rank's rows of the
 # head, are those of plain PyTorch with the whole head.
