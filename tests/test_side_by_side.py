@@ -94,6 +94,25 @@ def test_one_wrong_call_among_many_is_found(streams: list[object], wrong: tuple[
     assert f"{len(wrong)} of 64 calls on two streams" in str(other)
 
 
+def test_each_call_writes_into_a_state_of_its_own(streams: list[object]) -> None:
+    """The next call would go on from what the one before it had written."""
+
+    class State:
+        calls = 0
+
+        def clone(self) -> "State":
+            return State()
+
+    def call(args: Any) -> tuple[Tensor, ...]:
+        args["state"].calls += 1
+        return (torch.full((2,), float(args["state"].calls)),)
+
+    given: dict[str, Any] = {"state": State(), "x": torch.ones(2)}
+    trial: Any = SimpleNamespace(call=call, forward=lambda args: call(args | {"state": State()}))
+    trial.proof, trial.device = SimpleNamespace(outputs=("one",)), torch.device("cuda")
+    assert all(check.passed for check in laws_bits._side_by_side(trial, given))
+
+
 def test_results_that_fill_the_memory_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laws_bits, "HELD_BYTES", 64 * 5 * 4 - 1)
     with pytest.raises(AssertionError, match="assert 0 == 64"):  # no call was made
