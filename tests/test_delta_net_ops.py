@@ -264,6 +264,30 @@ def test_no_integer_makes_a_kernel_read_elsewhere() -> None:
     assert in_interpreter(HOSTILE).split() == ["True"] * 9
 
 
+# Programs at the ends of a sequence
+
+ENDS = """
+import torch, isobit
+torch.manual_seed(0)
+x, dout, weight = torch.randn(1, 40, 4), torch.randn(1, 40, 4), torch.randn(4, 4)
+for bounds in ([0, 13, 35, 40], [0, 13, 34, 40], [0, 14, 35, 40], [0, -100, 40]):
+    given = {"activation": "silu", "cu_seqlens": torch.tensor(bounds), "validate": False}
+    results = []
+    for backend in ("triton", "model"):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = isobit.causal_conv1d(*leaves, **given, backend=backend)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    print(all(torch.equal(*pair) for pair in zip(*results)) or bounds[1] < 0)
+"""
+
+
+def test_programs_inside_a_sequence_end_where_it_does() -> None:
+    """In the interpreter programs take 16 rows. Of three taps before a row and three rows after it, the one
+    from row 16 on is inside [13, 35); those that are a row shorter have an edge. A wrong bound reads nothing
+    outside."""
+    assert in_interpreter(ENDS).split() == ["True"] * 4
+
+
 # transformers
 
 

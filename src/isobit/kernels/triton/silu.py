@@ -7,7 +7,7 @@ functions are compiled without contraction. In the interpreter exp is numpy's.
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-from triton.language.target_info import is_cuda
+from triton.language.target_info import cuda_capability_geq
 
 from isobit.kernels.triton.interpreter import INTERPRETED
 
@@ -27,10 +27,10 @@ def quotient(a, d):
 
     `div_rn` inspects its operands and branches, so quotients are computed one after another, and each waits
     for its reciprocal. Here both are first scaled so that no step over- or underflows where d is finite, and
-    then the steps are those that NVIDIA's compiler makes for such operands. Where a or d is infinite the
-    steps give NaN, and a times the reciprocal is the quotient. A subnormal a is halved: there d is 2, and
-    the steps are exact but for the one rounding."""
-    if not INTERPRETED and is_cuda():
+    then the steps are those that NVIDIA's compiler makes for such operands. Where a or d is infinite they
+    give NaN, and where a is -0 they give 0: there a times the reciprocal is the quotient. Where a is
+    subnormal d is 2, and nothing but the quotient is rounded."""
+    if not INTERPRETED and cuda_capability_geq(8, 0):
         scale = tl.where(d > 18446744073709551616.0, 5.421010862427522e-20, 1.0)  # 2^64 and 2^-64
         a, d = a * scale, d * scale
         y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
@@ -38,7 +38,7 @@ def quotient(a, d):
         y = tl.fma(tl.fma(-d, y, 1.0), y, y)
         q = a * y
         q = tl.fma(tl.fma(-d, q, a), y, q)
-        q = tl.where(q == q, q, near)
+        q = tl.where(tl.abs(q) > 0.0, q, near)
     else:
         q = tl.div_rn(a, d)
     return q
