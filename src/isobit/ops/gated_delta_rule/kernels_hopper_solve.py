@@ -54,7 +54,6 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 CUBE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
-
 @gluon.jit
 def _clamped(at, low, high):
     """The integer at this address, clamped to [low, high]: unchecked input."""

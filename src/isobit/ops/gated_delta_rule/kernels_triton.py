@@ -464,7 +464,7 @@ def states(
     v_new = torch.empty(u.shape, dtype=u.dtype, device=u.device) if want_values else None
     final = torch.empty((S, *state), dtype=torch.float32, device=k.device) if want_final else None
     BK = _rows_of(K)
-    BV = columns_of(V, 64 if BK <= 64 else 32)
+    BV = columns_of(V, {256: 16, 128: 32}.get(BK, 64))
     launch(
         states_kernel, (-(-V // BV) * S * HV,),
         k, w, u, g, gk, initial, cu_seqlens, offsets, h, v_new, final, T, chunks, H, HV, K, V,
