@@ -70,7 +70,7 @@ def _logits(N: int, V: int, backend: str = "triton", **more: Any) -> Call:
 
 
 def _logits_bwd(N: int, V: int, **more: Any) -> Call:
-    given = _logits(N, V).given | dict.fromkeys(("mask", "entropy", "dentropy", "dlse"))
+    given = _logits(N, V).given | dict.fromkeys(("mask", "entropy", "dentropy", "dlse", "padded_vocab"))
     given |= {"stats": shape(2, N, dtype=F32), "dlogp": shape(N, dtype=F32), "ignore_index": -100}
     return Call("logp_bwd", "triton", {**given, "temperature": 0.7, **more})
 
@@ -83,9 +83,8 @@ def _pair(N: int, V: int, backend: str = "triton", **more: Any) -> Call:
 def _pair_bwd(N: int, V: int, **more: Any) -> Call:
     given = _logits_bwd(N, V).given | {"slopes": shape(2, N, dtype=F32), "policy_logits": shape(N, V)}
     given |= {"dratio": Shape((N,), F32, expanded=True), "dkl": shape(N, dtype=F32), "dlogp": None}
-    return Call(
-        "ratio_kl_bwd", "triton", {k: v for k, v in given.items() if k not in ("logits", "dlse")} | more
-    )
+    own = {k: v for k, v in given.items() if k not in ("logits", "dlse", "padded_vocab")}
+    return Call("ratio_kl_bwd", "triton", own | more)
 
 
 def _norm(N: int, D: int, **more: Any) -> Call:
@@ -329,6 +328,8 @@ CALLS = {
 CALLS |= LAYERS | {
     "head, shards": _head(V=640, padded_vocab=640, **_ALL).on("hopper-8x4"),
     "head backward, shards": _head_bwd(V=640, padded_vocab=640).on("hopper-8x4"),
+    "logp, shards": _logits(5, 630, padded_vocab=640, **_ALL).on("triton-8x1"),
+    "logp backward, shards": _logits_bwd(5, 640, padded_vocab=640).on("triton-8x1"),
 }
 CALLS |= {f"{name}, triton": CALLS[name].on("triton") for name in ("gemm", "gemm backward", "gemm_dw")}
 

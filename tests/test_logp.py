@@ -428,7 +428,8 @@ def test_a_gradient_of_the_entropy_needs_the_entropy() -> None:
     with pytest.raises(ContractError, match=r"logp_bwd\(entropy: None\): is required with dentropy"):
         OPS["logp_bwd"](
             logits=z, token_ids=ids, mask=None, stats=torch.ones(2, 2), entropy=None, dlogp=None,
-            dentropy=torch.ones(2), dlse=None, ignore_index=-100, temperature=1.0, backend="reference",
+            dentropy=torch.ones(2), dlse=None, ignore_index=-100, temperature=1.0, padded_vocab=None,
+            backend="reference",
         )  # fmt: skip
 
 

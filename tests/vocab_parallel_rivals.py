@@ -1,5 +1,6 @@
-"""Log-probabilities over a vocabulary that ranks share, as others compute them: the formula of Megatron, and
-PyTorch's `loss_parallel`. Both sum in orders that depend on the ranks; they are references for accuracy."""
+"""Log-probabilities over a vocabulary that ranks share, as others compute them: the formulas of Megatron and
+verl, and PyTorch's `loss_parallel`. All sum in orders that depend on the ranks; they are references for
+accuracy."""
 
 from typing import Any
 
@@ -22,6 +23,17 @@ def megatron(shards: list[Tensor], ids: Tensor) -> Tensor:
         own = own + torch.where(here, shifted.gather(1, at[:, None])[:, 0], 0.0)
         first += z.shape[1]
     return own - total.log()
+
+
+def entropy_of_ranks(shards: list[Tensor]) -> Tensor:
+    """The entropy [N] as verl computes it from such logits: the log-sum-exp minus the mean of the logits,
+    each a sum over ranks."""
+    top = torch.stack([z.amax(-1) for z in shards]).amax(0)
+    exps = [(z - top[:, None]).exp() for z in shards]
+    total = sum(e.sum(-1) for e in exps)
+    mean = sum((e / total[:, None] * z).sum(-1) for e, z in zip(exps, shards, strict=True))
+    made: Tensor = top + torch.as_tensor(total).log() - mean
+    return made
 
 
 def loss_parallel(logits: Tensor, mesh: Any, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

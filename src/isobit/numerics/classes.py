@@ -46,6 +46,20 @@ LSE_TRITON_1 = Numerics(
     "NVIDIA GPUs through Triton, each architecture and Triton version for itself; proven on H200",
 )
 
+LSE_TRITON_8X1 = Numerics(
+    "lse/triton-8x1",
+    "The vocabulary, padded to P columns, is cut into eight shards of P / 8. Each is summed as a row of"
+    " lse/triton-1 with as many columns, and the eight are folded as the splits of such a row are. So a"
+    " shard's sums do not depend on who has the others.",
+    "GPUs through Triton, each architecture and Triton version for itself",
+)
+
+LSE_TRITON_8X1_CPU = Numerics(
+    "lse/triton-8x1/cpu",
+    "The order of lse/triton-8x1 on a CPU: `exp2` and `log2` are numpy's.",
+    "any CPU, each numpy version for itself",
+)
+
 LSE_1 = Numerics(
     "lse/1",
     "A log-sum-exp over fp32 logits as a tensor-core product leaves them in registers: tiles of 256 columns,"

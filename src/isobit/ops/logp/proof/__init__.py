@@ -1,4 +1,5 @@
-"""The proof of `logp`: inputs that would expose a wrong kernel, the truth, error scales."""
+"""The proof of `logp`: inputs that would expose a wrong kernel, the truth, error scales. `shards.py` has the
+class with shards of the vocabulary."""
 
 import math
 from typing import Any
@@ -10,11 +11,13 @@ from isobit.kernels.host.logits import CHUNK_ELEMENTS
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.logp import reference
 from isobit.ops.logp.op import forward
+from isobit.ops.logp.proof import shards
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 IGNORE, NAN = -100, float("nan")
+MB = 1 << 20
 
 # Inputs
 
@@ -39,6 +42,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))
     args: Args = {"ignore_index": IGNORE, "temperature": case.options.get("temperature", 1.0)}
+    args["padded_vocab"] = case.options.get("padded")
     if case.options.get("each"):  # one temperature per row
         args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     mask = None
@@ -77,7 +81,7 @@ def padding(args: Args, rows: int) -> Args:
 
 
 def formula(args: Args) -> tuple[Tensor, ...]:
-    return reference.formula(**args)
+    return reference.formula(**{name: args[name] for name in args if name != "padded_vocab"})
 
 
 def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
@@ -114,10 +118,13 @@ def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
 def memory(case: Case, backend: str, direction: str) -> int:
     """Bytes beyond inputs, outputs and gradients."""
     N = math.prod(v for k, v in case.dims.items() if k != "V")
+    if backend == "model-8x1":
+        return 64 * MB + 128 * N * case.dims["V"]
     if backend == "reference":
         chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
-        return 8 * max(case.dtype.itemsize, 4) * chunk + 128 * N + (1 << 20)
-    return (1 << 20) + 8 * N  # partial sums of few rows; the kept (m, s) of many
+        return 8 * max(case.dtype.itemsize, 4) * chunk + 128 * N + MB
+    states = 4 * 25 * N if backend == "triton-8x1" else 0
+    return MB + 8 * N + states  # partial sums of few rows; the kept (m, s) of many
 
 
 def _meta(N: int, V: int, dtype: torch.dtype, full: bool) -> tuple[Args, Args]:
@@ -128,7 +135,7 @@ def _meta(N: int, V: int, dtype: torch.dtype, full: bool) -> tuple[Args, Args]:
 
     args: Args = {"logits": empty(N, V, dtype=dtype), "token_ids": empty(N, dtype=torch.int64)}
     args |= {"mask": empty(N, dtype=torch.bool) if full else None, "ignore_index": IGNORE}
-    args["temperature"] = empty(N) if full else 1.0
+    args |= {"temperature": empty(N) if full else 1.0, "padded_vocab": None}
     flags = {f"return_{name}": full for name in ("entropy", "lse", "stats")}
     grads = {name: empty(N) if full else None for name in ("entropy", "dentropy", "dlse")}
     return args | flags, args | {"stats": empty(2, N), "dlogp": empty(N), **grads}
@@ -150,6 +157,19 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
 
     for full in (False, True):
         kernels.logp(launch=launch, **_meta(4096, 50257, dtype, full)[0])
+
+
+def record_shards(launch: Any, dtype: torch.dtype) -> None:
+    """All shards with an odd vocabulary; and a rank of four, with options and with a gradient of its own
+    columns."""
+    from isobit.ops.logp import kernels_triton_shards as kernels
+
+    kernels.logp(launch=launch, **_meta(4096, 50257, dtype, False)[0])
+    ours, theirs = _meta(4096, 37984, dtype, True)
+    of_all = {"vocab": 151936, "padded_vocab": 151936}
+    own = kernels.logp_states(launch=launch, **ours | of_all | {"shard": 2, "shards": 2})
+    kernels.logp_merged(launch=launch, **ours | of_all | {"states": own.expand(4, *own.shape).clone()})
+    kernels.logp_shard_bwd(launch=launch, **theirs | {"first_column": 37984, "tokens": 151936})
 
 
 # Cases
@@ -190,6 +210,8 @@ _BITS = [
     Case({"N": 16500, "V": 131072}, BF16, data="random", heavy=True, gpu_gb=70),
 ]
 
+CONTROLS = [Control("the vocabulary rolled by one column", reorder)]
+
 PROOF = Proof(
     op=forward,
     op_class="logprob",
@@ -197,7 +219,7 @@ PROOF = Proof(
     make=make,
     formula=formula,
     scale=scale,
-    controls=[Control("the vocabulary rolled by one column", reorder)],
+    controls=CONTROLS,
     padding=padding,
     layouts=("shifted", "padded", "offset", "every other"),
     lay_out=lay_out,
@@ -219,13 +241,18 @@ PROOF = Proof(
         ),
         Mutant("float mask", "mask", lambda a: a | {"mask": torch.ones_like(a["token_ids"], dtype=F32)}),
         Mutant("V = 0", "logits", lambda a: a | {"logits": a["logits"][..., :0]}),
+        Mutant("odd padding", "padded_vocab", lambda a: a | {"padded_vocab": 64 * 9000 + 1}),
+        Mutant("padding without room", "padded_vocab", lambda a: a | {"padded_vocab": 0}),
     ],
     bad_value=lambda args: alter.one_bad_id(args, args["logits"].shape[-1]),
     kernels={
         "triton": Kernels(record),
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
+        "triton-8x1": Kernels(record_shards, targets=(("cuda", 90, 32),)),
     },
     positive=("V",),
+    slow=("model-8x1",),
+    differs=shards.differs(CONTROLS),
 )
 
 PROOFS = [PROOF]

@@ -1,0 +1,146 @@
+"""`logp` with a vocabulary that several ranks share, in the class of eight shards.
+
+    forward    the sums of the rank's own shards, 2 or 3 numbers a row and shard; one all-gather; every rank
+               folds all eight shards, and takes a token's logit from the rank that has it
+    backward   the gradient of a column needs the sums of its row alone: nothing is exchanged
+
+So the bits do not depend on the number of ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isobit.frame.composed import outside_graphs
+from isobit.frame.contract import ContractError, is_dtensor
+from isobit.kernels.host import tokens
+from isobit.kernels.host.vocab_shards import SHARDS, padded
+from isobit.ops.logp import shard_op
+from isobit.ops.logp.op import forward
+from isobit.ranks import Group, agree, as_group, reads_values, shown
+
+_ROWS = ("token_ids", "mask", "ignore_index", "temperature")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a rank that satisfies the contract."""
+
+    group: Group
+    args: dict[str, Any]  # of `logp`, with the vocabulary of all ranks
+    backend: str
+
+    @property
+    def here(self) -> dict[str, int]:
+        """Which shards this rank has."""
+        count = SHARDS // self.group.size
+        return {"vocab": self.args["vocab_size"], "shard": self.group.rank * count, "shards": count}
+
+    def given(self, *names: str) -> dict[str, Any]:
+        return {name: self.args[name] for name in (*_ROWS, *names)}
+
+
+class _Sharded(torch.autograd.Function):
+    """logp, entropy and lse of rows; None or, through PyTorch's dispatcher, (0,) for what is not wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, logits: Tensor) -> tuple[Tensor | None, ...]:
+        own = shard_op.states(
+            logits=logits, **call.given("padded_vocab", "return_entropy"), **call.here, backend=call.backend,
+            validate=False,
+        )  # fmt: skip
+        logp, entropy, lse, stats = shard_op.merged(
+            states=call.group.all_gather(own),
+            **call.given("padded_vocab", "return_entropy", "return_lse"), vocab=call.args["vocab_size"],
+            return_stats=True, backend=call.backend, validate=False,
+        )  # fmt: skip
+        ctx.call = call
+        ctx.save_for_backward(logits, stats, entropy if call.args["return_entropy"] else None)
+        ctx.set_materialize_grads(False)
+        return logp, entropy, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        logits, stats, entropy = ctx.saved_tensors
+        of_outputs = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=True))
+        if not call.args["return_entropy"]:
+            of_outputs["dentropy"] = None
+        dlogits = shard_op.backward(
+            logits=logits, **call.given(), stats=stats, entropy=entropy, **of_outputs,
+            first_column=call.here["shard"] * call.args["padded_vocab"] // SHARDS,
+            tokens=call.args["vocab_size"], backend=call.backend, validate=False,
+        )  # fmt: skip
+        return None, dlogits
+
+
+def _logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
+    """`logp` of a rank: `given` are its arguments."""
+    given = given | _local(given, group)
+    own = as_group("logp", given.pop("group"))
+    logits, validate = given["logits"], given.pop("validate")
+    given |= _vocabulary(given, own.size)
+    checked: list[_Call] = []
+    device = logits.device if isinstance(logits, Tensor) else torch.device("cpu")
+    agree(own, _said(given), lambda: checked.append(_check(own, given, validate)), device, validate)
+    call = checked[0] if checked else _check(own, given, validate)
+    logp, entropy, lse = _Sharded.apply(call, call.args["logits"])
+    wanted = [each for each, name in ((entropy, "entropy"), (lse, "lse")) if given[f"return_{name}"]]
+    return (logp, *wanted) if wanted else logp
+
+
+logp_sharded = outside_graphs(_logp_sharded, "ranks exchange tensors inside this call")
+
+
+def _said(args: dict[str, Any]) -> str:
+    """What must be the same on all ranks. Columns may be fewer on the last."""
+    names = ("token_ids", "ignore_index", "temperature", "vocab_size", "padded_vocab", "return_entropy")
+    told = {name: shown(args[name]) for name in (*names, "return_lse", "numerics", "backend")}
+    told |= {"with mask": str(args["mask"] is not None), "dtype": str(getattr(args["logits"], "dtype", None))}
+    return "logp: " + ", ".join(f"{k}={v}" for k, v in told.items())
+
+
+def _check(group: Group, given: dict[str, Any], validate: bool | None) -> _Call:
+    """The call, if it satisfies the contract on this rank. Exchanges nothing."""
+    args = dict(given)
+    controls = {name: args.pop(name) for name in ("numerics", "backend")}
+    call = _Call(group, args, "")
+    served = shard_op.states.explain(
+        logits=args["logits"], **call.given("padded_vocab", "return_entropy"), **call.here, **controls
+    )
+    if served.backend is None:
+        raise ContractError(f"logp: no backend can serve this call with a group: {served}")
+    each = args["temperature"]
+    if isinstance(each, Tensor) and each.requires_grad:
+        raise forward.contract.error("temperature", each, "no gradient goes to it; detach() it")
+    if reads_values(validate, args["logits"].device):
+        tokens.ids_below(args["vocab_size"], forward.contract, args)
+        tokens.temperatures_are_positive(forward.contract, args)
+    return _Call(group, args, served.backend)
+
+
+def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
+    """The tokens of all ranks, and the padded vocabulary."""
+    V, P = given["vocab_size"], given["padded_vocab"]
+    if V is None:
+        V = ranks * (getattr(given["logits"], "shape", None) or (1,))[-1]
+    return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
+
+
+def _local(given: dict[str, Any], group: Any) -> dict[str, Any]:
+    """The rank's own columns, the group, and the vocabulary, of DTensor logits; or what was given."""
+    logits, V = given["logits"], given["vocab_size"]
+    if not is_dtensor(logits):
+        return {"group": group}
+    mesh = logits.device_mesh
+    if mesh.ndim != 1 or not logits.placements[0].is_shard(logits.ndim - 1):
+        rule = "must be cut by columns on a mesh of one dimension, (Shard(-1),); or pass .full_tensor()"
+        what = f"placements {logits.placements} on a mesh of {mesh.ndim} dimensions"
+        raise ContractError(f"logp(logits: {what}): {rule}")
+    if group is not None and as_group("logp", group) != as_group("logp", mesh):
+        raise ContractError("logp(group: another than that of the DTensor logits): leave it out")
+    return {"logits": logits.to_local(), "group": mesh, "vocab_size": logits.shape[-1] if V is None else V}
