@@ -110,8 +110,8 @@ def test_sums_over_ranks_count_for_the_ops_that_have_them(
 
 def test_only_a_check_is_stale_when_ranks_compute_otherwise(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
-    assert ranks_sha("logp") is None and "ranks" not in stamp(cpu, ops=["det_gemm"])
-    assert "ranks" not in stamp(cpu, ops=["logp"], with_ranks=True)
+    assert ranks_sha("rope") is None and "ranks" not in stamp(cpu, ops=["det_gemm"])
+    assert "ranks" not in stamp(cpu, ops=["rope"], with_ranks=True)
     known = {"kernels": {"det_gemm": kernel_sha("det_gemm")}}
     found = stamp(cpu, ops=["det_gemm"], with_ranks=True)
     assert found["ranks"] == {"det_gemm": ranks_sha("det_gemm")}
@@ -153,11 +153,11 @@ def test_the_hash_does_not_depend_on_how_python_writes_what_is_empty() -> None:
 
 BLOCK = """
 class Box(Base):
-    width: int
+    breadth: int
 
     def doubled(self, factor):
-        inner = self.width * factor
-        return fma(inner, factor, self.width)
+        inner = self.breadth * factor
+        return fma(inner, factor, self.breadth)
 
 def measure(box, LIMIT=4):
     def nested(x):
@@ -170,7 +170,7 @@ def measure(box, LIMIT=4):
     ("old", "new", "same"),
     [
         ("inner", "product", True),
-        ("width", "columns", True),
+        ("breadth", "extent", True),
         ("doubled", "twice", True),
         ("Box", "Room", True),
         ("measure", "measured", True),
