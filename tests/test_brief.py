@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from isobit.check.laws import LAWS, compilation
-from isobit.check.runner import FAIL, OK, Cell, Request, _light_enough, how_many, run
+from isobit.check.runner import FAIL, OK, Cell, Request, _brief_if_whole, _light_enough, how_many, run
 from isobit.frame.backend import Backend
 from isobit.frame.launch import Recorder
 from isobit.frame.op import OPS
@@ -51,8 +51,16 @@ def test_heavy_cases_are_left_to_laws_that_are_named() -> None:
         cases = _light_enough(op, "reference", law, Request(brief=True))
         assert cases and any(case.heavy for case in cases) is heavy
         assert any(case.heavy for case in _light_enough(op, "reference", law, Request(laws=(law,))))
-        narrow = Request(brief=True, dtypes=(torch.bfloat16,))
+        narrow = _brief_if_whole(Request(dtypes=(torch.bfloat16,)))
         assert any(case.heavy for case in _light_enough(op, "reference", law, narrow))
+
+
+def test_a_check_of_all_laws_is_brief_and_others_where_they_are_asked_to_be() -> None:
+    bf16, compile_ = {"dtypes": (torch.bfloat16,)}, {"laws": ("compile",)}
+    for named in ({}, bf16, compile_, bf16 | compile_):
+        assert _brief_if_whole(Request(**named)).brief is (not named)
+        asked = Request(**named, brief=True)
+        assert _brief_if_whole(asked) == asked and " --brief " in asked.command()
 
 
 def test_a_heavy_case_that_is_named_runs() -> None:

@@ -65,6 +65,18 @@ def test_the_cheap_part_runs_no_tests(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"^3\.6\.0 +7 kernels ok +- ", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.parametrize("cheap", [True, False])
+def test_the_cheap_part_is_brief_but_under_the_oldest(cheap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run under the oldest on the GPUs that they are measured on."""
+    for name in (OLDEST, NEWEST):
+        ran: list[str] = []
+        monkeypatch.setattr(
+            compat, "_run", lambda env, part, command, to=ran: (to.extend(command), (1, []))[1]
+        )
+        compat.compile_kernels(environment(name), cheap)
+        assert ("--brief" in ran, "bf16" in ran) == (cheap and name == NEWEST, cheap)
+
+
 def test_versions_are_chosen_and_none_is_tried_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(["--triton", "3.8.0", "--triton", "3.9.0", "--triton", "newest"]) == 0
     printed = capsys.readouterr().out

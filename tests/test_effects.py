@@ -61,6 +61,7 @@ def test_a_law_gets_only_the_flags_it_reads() -> None:
         (("--law", "memory", "--data", "seed=5"), "--data seed has no effect on the law memory"),
         (("--law", "accuracy", "--data", "cotangents=none"), "cotangents has no effect on the law accuracy"),
         (("--law", "accuracy", "--dim", "V=1", "--data", "token=3"), "--data token has no effect on the"),
+        (("--brief",), "--brief has no effect on a check of all laws"),
         (("--dim", "V=7", "--dim", "V=8"), "--dim V=8: V is given twice"),
         (("--law", "accuracy", "--law", "accuracy"), "law 'accuracy' is given twice"),
         (("--law", "memory", "--case", "N=20 V=1 bf16"), "unknown case 'N=20 V=1 bf16'"),

@@ -199,12 +199,13 @@ def test_a_case_of_one_law_is_not_asked_of_others(sent: list[Request]) -> None:
     assert [(request.laws, request.case) for request in sent] == [(("invariant",), BITS)]
 
 
-@pytest.mark.parametrize("changes", [{"laws": ("compile",)}, {"backends": ("hopper",)}])
-def test_workers_compile_kernels_in_a_check_of_everything_alone(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("named", [{"ops": ("logp",), "laws": ("compile",)}, {"backends": ("hopper",)}])
+def test_workers_compile_kernels_in_a_check_of_all_laws_or_ops(named: dict[str, Any]) -> None:
     """A check of some backend may be of one that only this process knows."""
-    (compiled,) = _elsewhere(OPS["logp"], "hopper", Request())
-    assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",))
-    assert _elsewhere(OPS["logp"], "hopper", Request(**changes)) == []
+    for whole in (Request(), Request(laws=("compile",)), Request(ops=("logp",))):
+        (compiled,) = _elsewhere(OPS["logp"], "hopper", whole)
+        assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",))
+    assert _elsewhere(OPS["logp"], "hopper", Request(**named)) == []
     assert _elsewhere(OPS["logp"], "reference", Request()) == []  # nothing to compile
 
 

@@ -149,11 +149,13 @@ def _variables() -> dict[str, str]:
 
 def compile_kernels(env: Environment, cheap: bool) -> Part:
     """Every kernel for its targets; in the cheap part for one dtype, which has every kernel too, and Hopper,
-    the only target that all of them have."""
+    the only target that all of them have. There the oldest Triton compiles every call, the others one call of
+    each kernel: what a newer one has changed or taken away, a kernel has in each."""
     report = env.folder / "compile.json"
     report.unlink(missing_ok=True)
     command = [env.python, "-m", "isobit", "check", "--law", "compile=cuda:90" if cheap else "compile"]
     command += ["--device", "cpu", *(["--dtype", "bf16"] if cheap else [])]
+    command += ["--brief"] if cheap and env.version != OLDEST else []
     code, lines = _run(env, "compile", [*command, "--json", str(report)])
     if not report.is_file():
         return _broken("compile", code, lines, command)

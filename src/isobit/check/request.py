@@ -37,7 +37,7 @@ class Request:
     cotangents: str = "random"  # or "ones"; "none" checks no gradients
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
-    brief: bool = False  # part of a check of all laws: some of them take less (docs/dev/laws.md)
+    brief: bool = False  # as in a check of all laws: some of them take less (docs/dev/laws.md)
     tolerances: Tolerances = field(default_factory=Tolerances)
     candidate: Candidate | None = None  # a user's function in place of the op's backends
 
@@ -73,6 +73,7 @@ class Request:
         parts += [self.law_flags(name) for name in self.laws]
         parts += [f"--dtype {dtype_name(dtype)}" for dtype in self.dtypes]
         parts += [f"--case {shlex.quote(self.case)}"] if self.case else []
+        parts += ["--brief"] if self.brief else []
         return " ".join([*parts, self.options()])
 
     def start(self, op: str, backend: str) -> str:

@@ -77,8 +77,8 @@ def run(
 
 
 def _brief_if_whole(request: Request) -> Request:
-    """A request for all laws is brief: its cells are many."""
-    return replace(request, brief=request.brief or not request.laws)
+    """A request for all laws is brief, unless it names a dtype: its cells are many."""
+    return replace(request, brief=request.brief or not (request.laws or request.dtypes))
 
 
 def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell], Any]:
@@ -176,11 +176,13 @@ def _interpretable(op: Op, backend: str, request: Request) -> bool:
 
 def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
     """Runs in a worker: what needs Triton's interpreter if this process compiles kernels; and in a check of
-    everything on a CPU also compilation, which takes as long as all the rest if kernels are not cached."""
+    all laws or all ops on a CPU also compilation, which takes as long as all the rest if kernels are not
+    cached."""
     if triton_is_interpreted() or request.device.type != "cpu":
         return False
     if law == "compile":
-        return not request.laws and not request.backends and backend in proof_of(op).kernels
+        named = request.backends or (request.laws and request.ops)
+        return not named and backend in proof_of(op).kernels
     return _interpretable(op, backend, request)
 
 
@@ -224,7 +226,7 @@ def _light_enough(op: Op, backend: str, law: str, request: Request) -> list[Case
     no_gpu = request.device.type == "cpu"
     cases = [c for c in cases_of(op, law, request, backend) if not (c.gpu_gb and no_gpu)]
     light = [c for c in cases if not c.heavy]
-    brief = no_gpu and request.brief and not request.dtypes and law != "accuracy" and bool(light)
+    brief = no_gpu and request.brief and law != "accuracy" and bool(light)
     return light if slow or brief else cases
 
 
@@ -271,14 +273,13 @@ def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
 def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[Cell, BaseException | None]:
     """A cell, and an error that was raised."""
     cell = Cell(op.name, backend, law, case.name, OK, command=_command(op, backend, law, case, request))
-    # A check of all laws would spend most of its time compiling. If the law or a dtype is named, everything
-    # is compiled.
-    brief = request.brief and not request.dtypes
+    # A check of all laws would spend most of its time compiling. A dtype that is named is compiled in full.
+    second = not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
     trial = Trial(
         op, backend, request.device, case, arch_key(request.device),
         request.inputs, request.cotangents != "none", request.cotangents, request.inputs.seed,
         targets=request.targets,
-        brief=brief, one_target=brief and case.dtype != small_case(proof_of(op)).dtype,
+        brief=request.brief, one_target=request.brief and second,
         tolerances=request.tolerances,
         judges_memory=not isinstance(op, Candidate) or "memory" in request.laws,
     )  # fmt: skip

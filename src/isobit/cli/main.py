@@ -121,6 +121,10 @@ def check(
             help=f"law; repeatable: {', '.join(LAWS)}; or compile=TARGET, with {', '.join(TARGETS)}"
         ),
     ] = None,
+    brief: Annotated[
+        bool,
+        typer.Option("--brief", help="of a law or dtype that is named, what a check of all laws takes"),
+    ] = False,
     device: Device = "auto",
     tolerances: Annotated[
         Path | None, typer.Option(help="file with your own tolerances (docs/check_my_kernel.md)")
@@ -179,7 +183,8 @@ def check(
     files = Files(json_path, results, html)
     unread = {"--op": op, "--backend": backend, "--tolerances": tolerances, "--dtype": dtype, "--dim": dim,
               "--option": option, "--candidate": candidate, "--adapter": adapter,
-              "--output-dtype": output_dtype, "--results": results, "--law compile": targets}  # fmt: skip
+              "--output-dtype": output_dtype, "--results": results, "--law compile": targets,
+              "--brief": brief}  # fmt: skip
     with files.stdout_for_json():
         moved = None if device == "auto" else device_of(device)
         flags, others = Flags(fn, inputs, rows, reduction), [flag for flag, given in unread.items() if given]
@@ -199,12 +204,15 @@ def check(
         inputs=filled.inputs,
         cotangents=filled.cotangents,
         targets=targets,
+        brief=brief,
         tolerances=Tolerances() if tolerances is None else read_tolerances(tolerances),
     )
     if request.case is not None and request.dims is not None:
         raise ContractError("--case selects a declared case and --dim makes one: use only one of them")
     if request.device.type == "meta":
         raise ContractError("device 'meta' holds no values to check")
+    if brief and not (laws or dtype):
+        raise ContractError("--brief has no effect on a check of all laws, which is brief: leave it out")
     if tolerances is not None and results is not None:
         raise ContractError("--results need isobit's own tolerances: with --tolerances, use --json")
     with files.stdout_for_json():  # also from what a candidate prints

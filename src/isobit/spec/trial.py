@@ -50,7 +50,7 @@ class Trial:
     only: tuple[str, ...] | None = None  # compute these gradients only
     bound: str | None = None  # any backend of this numerics class instead of the named one
     targets: tuple[str, ...] = ()  # compile for these only; for all if empty
-    brief: bool = False  # part of a check of all laws: some of them do less (docs/dev/laws.md)
+    brief: bool = False  # as in a check of all laws: some of them do less (docs/dev/laws.md)
     one_target: bool = False  # and only one kernel for the first target
     tolerances: Tolerances = field(default_factory=Tolerances)
     judges_memory: bool = True  # against the bound of isobit's kernels; otherwise it is reported alone
