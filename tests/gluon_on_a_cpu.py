@@ -27,13 +27,25 @@ _WORDS: dict[Any, torch.dtype] = {np.int32: torch.int32, "int64": torch.int64}
 
 
 class Array(np.ndarray):
-    """A tile, or a number."""
+    """A tile, or a number. What a kernel has computed does not change, so results may share memory."""
 
     def __array_wrap__(self, result: Any, context: Any = None, return_scalar: bool = False) -> "Array":
         return np.asarray(result).view(Array)
 
     def __getitem__(self, at: Any) -> "Array":
         return np.asarray(super().__getitem__(at)).view(Array)
+
+    def __iadd__(self, other: Any) -> "Array":
+        return self + other
+
+    def __isub__(self, other: Any) -> "Array":
+        return self - other
+
+    def __imul__(self, other: Any) -> "Array":
+        return self * other
+
+    def __itruediv__(self, other: Any) -> "Array":
+        return self / other
 
     def to(self, kind: Any, bitcast: bool = False) -> "Array":
         if isinstance(kind, torch.dtype):
@@ -44,7 +56,7 @@ class Array(np.ndarray):
 
 
 def array(x: Any, dtype: Any = None) -> Array:
-    return np.array(x, dtype=dtype).view(Array)
+    return np.asarray(x, dtype=dtype).view(Array)
 
 
 def rounded(x: np.ndarray, dtype: torch.dtype) -> Array:
@@ -140,7 +152,7 @@ class Shared:
         def store(x: Any) -> None:
             self.value[start : start + length] = x
 
-        return SimpleNamespace(load=lambda layout: self.value[start : start + length], store=store)
+        return SimpleNamespace(load=lambda layout: self.value[start : start + length].copy(), store=store)
 
     def permute(self, order: Any) -> Any:
         return SimpleNamespace(read=lambda: self.value.T, store=lambda x: self.store(np.transpose(x)))
@@ -149,10 +161,10 @@ class Shared:
         return self.value
 
     def store(self, x: Any) -> None:
-        self.value = array(x)
+        self.value = array(x).copy()
 
     def load(self, layout: Any) -> Any:
-        return array(self.value)
+        return array(self.value).copy()
 
 
 class Pending:
@@ -180,20 +192,20 @@ class Device:
             return array(result, floats[0].dtype if floats else None)
 
         def load(p: Pointer, mask: Any = True, other: Any = 0) -> Array:
-            at, mask = np.broadcast_arrays(np.asarray(p.at, dtype=np.int64), np.asarray(mask))
-            inside = torch.from_numpy(at[mask])
-            assert (inside >= 0).all() and (inside < p.base.numel()).all(), "read outside"
-            result = p.base.view(-1)[inside]
+            at, mask = _together(np.asarray(p.at, dtype=np.int64), np.asarray(mask))
+            inside = at[mask]
+            assert _lie_inside(inside, p.base), "read outside"
+            result = p.base.view(-1)[torch.from_numpy(inside)]
             values = (result.float() if result.is_floating_point() else result).numpy()
             whole = np.full(at.shape, other, values.dtype)
             whole[mask] = values
             return array(whole)
 
         def store(p: Pointer, x: Any, mask: Any = True) -> None:
-            at, mask, x = np.broadcast_arrays(p.at, np.asarray(mask), np.asarray(x))
-            at = torch.from_numpy(at[mask].astype(np.int64))
-            assert (at >= 0).all() and (at < p.base.numel()).all(), "written outside"
-            p.base.view(-1)[at] = torch.from_numpy(x[mask]).to(p.base.dtype)
+            at, mask, x = _together(np.asarray(p.at, dtype=np.int64), np.asarray(mask), np.asarray(x))
+            inside = at[mask]
+            assert _lie_inside(inside, p.base), "written outside"
+            p.base.view(-1)[torch.from_numpy(inside)] = torch.from_numpy(x[mask]).to(p.base.dtype)
 
         def atomic_add(p: Pointer, x: Any, sem: str) -> Array:
             at = int(p.at)
@@ -228,7 +240,8 @@ class Device:
 
         def split(x: Any) -> Any:
             assert x.shape[-1] == 2
-            return array(x[..., 0]), array(x[..., 1])
+            both = np.asarray(x)
+            return array(both[..., 0]), array(both[..., 1])
 
         def allocate(dtype: Any, shape: Any, layout: Any) -> Any:
             made = Shared(dtype, shape)
@@ -245,7 +258,7 @@ class Device:
             cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
             atomic_add=atomic_add, atomic_xchg=atomic_xchg,
             arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
-            expand_dims=lambda x, axis: array(np.expand_dims(x, axis)),
+            expand_dims=lambda x, axis: array(np.asarray(x)[(slice(None),) * axis + (None,)]),
             full=lambda shape, x, dtype, layout=None: array(np.full([int(n) for n in shape], x), dtype),
             zeros=lambda shape, dtype, layout: array(
                 np.zeros([int(n) for n in shape]), F32 if isinstance(dtype, torch.dtype) else dtype
@@ -377,6 +390,15 @@ class Device:
         with np.errstate(all="ignore"):
             for place in places:
                 program(*place)
+
+
+def _together(*arrays: np.ndarray) -> Sequence[np.ndarray]:
+    """Of one shape. Most are: finding that out is faster than making them so."""
+    return arrays if len({x.shape for x in arrays}) == 1 else np.broadcast_arrays(*arrays)
+
+
+def _lie_inside(places: np.ndarray, base: Tensor) -> bool:
+    return places.size == 0 or bool(places.min() >= 0 and places.max() < base.numel())
 
 
 def _record(cls: Any, scope: dict[str, Any]) -> Callable[..., Any]:
