@@ -13,7 +13,15 @@ import whole_check
 from chromium import Chromium, executable
 
 #: Tests of programs in the environment `.parity` (`parity_env.py`).
-PARITY = ("test_trl.py", "test_verl.py", "test_lora.py", "test_losses_parity.py")
+PARITY = (
+    "test_trl.py",
+    "test_lora.py",
+    "test_trl_rollouts.py",
+    "test_drift_training.py",
+    "test_trl_vllm.py",
+    "test_verl.py",
+    "test_losses_parity.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
