@@ -14,7 +14,7 @@ Other names (`gl.load`, `torch.empty`) count as they are.
 import ast
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -39,35 +39,56 @@ Used = dict[Path, set[int]]
 Ref = tuple[str, str]
 
 
+@dataclass(frozen=True)
+class _Tree:
+    """The package as it is now: what is found out about it holds for as long as no file of it changes."""
+
+    package: Path
+    content: str
+    files: frozenset[Path] = field(compare=False)
+
+
+def _tree(package: Path) -> _Tree:
+    paths = sorted(path for name in _FOLLOWED for path in (package / name).rglob("*.py"))
+    content = hashlib.sha256()
+    for path in paths:
+        source = path.read_bytes()
+        content.update(f"{path}:{len(source)}:".encode() + source)
+    return _Tree(package, content.hexdigest(), frozenset(paths))
+
+
 def kernel_sha(folder: str, package: Path = PACKAGE, backend: str | None = None) -> str | None:
     """SHA-256 over the code that determines the numbers of the ops in a folder in one process, without
     comments, docstrings, layout, paths and the names of what is defined there; with `backend`, without the
     kernels of other backends. None if there is no such folder."""
-    return _sha_of(decisive_code(folder, package, backend), package)
+    return _sha_of(folder, _tree(package), backend)
 
 
 def ranks_sha(folder: str, package: Path = PACKAGE) -> str | None:
     """The same with the code that several ranks share a call by. None if the folder has none: it changes no
     number of a single process, so only checks of ranks depend on it."""
-    if not any(_of_ranks(path) for path in (package / "ops" / folder).glob("*.py")):
+    tree = _tree(package)
+    if not any(_of_ranks(path, tree) for path in (package / "ops" / folder).glob("*.py")):
         return None
-    return _sha_of(decisive_code(folder, package, ranks=True), package)
-
-
-def _sha_of(used: Used, package: Path) -> str | None:
-    files = tuple((path, path.read_text(), tuple(sorted(chosen))) for path, chosen in sorted(used.items()))
-    return _digest(files, package) if files else None
+    return _sha_of(folder, tree, ranks=True)
 
 
 @lru_cache(maxsize=256)
-def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], package: Path) -> str:
+def _sha_of(folder: str, tree: _Tree, backend: str | None = None, ranks: bool = False) -> str | None:
+    used = _decisive_code(folder, tree, backend, ranks)
+    files = tuple((path, path.read_text(), tuple(sorted(chosen))) for path, chosen in sorted(used.items()))
+    return _digest(files, tree) if files else None
+
+
+@lru_cache(maxsize=256)
+def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], tree: _Tree) -> str:
     """The hash of some statements of some files."""
     parts = {path: _parts_of(source) for path, source, _ in files}
     texts = {(path, i): _text_of(parts[path][i]) for path, _, chosen in files for i in chosen}
     words = frozenset[str]().union(*(text.words for text in texts.values()))
     owners = {(path, name): parts[path][i] for path, i in texts for name in texts[path, i].names}
     graph = {
-        key: [(i, _reference(piece, key[0], owners, words, package)) for i, piece in text.pieces]
+        key: [(i, _reference(piece, key[0], owners, words, tree)) for i, piece in text.pieces]
         for key, text in texts.items()
         if not text.imported
     }
@@ -99,7 +120,7 @@ def _reference(
     path: Path,
     owners: dict[tuple[Path, str], "_Part"],
     words: frozenset[str],
-    package: Path,
+    tree: _Tree,
 ) -> Any:
     """A token as text, or as the key of what it refers to."""
     if isinstance(token, str):
@@ -107,7 +128,7 @@ def _reference(
     kind, name = token
     if kind == "member":
         base, _, attribute = name.partition(".")
-        module = _module_file(path, base, owners, package)
+        module = _module_file(path, base, owners, tree)
         if module is None:
             return ("word", attribute) if attribute in words else attribute
         return ("name", module, attribute) if (module, attribute) in owners else "of the package"
@@ -120,18 +141,16 @@ def _reference(
         if not isinstance(part.node, ast.Import | ast.ImportFrom):  # a function may import something, too
             return ("name", path, name)
         (target,) = part.imports
-        if target[0].split(".")[0] != package.name:
+        if target[0].split(".")[0] != tree.package.name:
             return ".".join(filter(None, target))
-        places = [place for place in _resolved(target, package) if place[1] is not None]
+        places = [place for place in _resolved(target, tree) if place[1] is not None]
         if not places:  # a module, or the frame, whose names do not count either
             return "of the package"
         path, name = places[0][0], str(places[0][1])
     return name
 
 
-def _module_file(
-    path: Path, name: str, owners: dict[tuple[Path, str], "_Part"], package: Path
-) -> Path | None:
+def _module_file(path: Path, name: str, owners: dict[tuple[Path, str], "_Part"], tree: _Tree) -> Path | None:
     """The file that a name stands for, if it is an imported module of the package."""
     if (path, name) not in owners:
         return None
@@ -139,7 +158,7 @@ def _module_file(
     if not isinstance(part.node, ast.Import | ast.ImportFrom):
         return None
     (target,) = part.imports
-    return next((file for file, wanted in _resolved(target, package) if wanted is None), None)
+    return next((file for file, wanted in _resolved(target, tree) if wanted is None), None)
 
 
 def compiled_backends(folder: str, package: Path = PACKAGE) -> list[str]:
@@ -156,26 +175,31 @@ def decisive_code(
 ) -> Used:
     """The code that `kernel_sha` hashes, or `ranks_sha`. An op that uses another op includes its whole
     folder, because that op imports its kernels only when they are called."""
-    own = package / "ops" / folder
+    return _decisive_code(folder, _tree(package), backend, ranks)
+
+
+def _decisive_code(folder: str, tree: _Tree, backend: str | None, ranks: bool) -> Used:
+    ops = tree.package / "ops"
+    own = ops / folder
     found: Used = {}
     parts_of: dict[Path, list[_Part]] = {}  # each file is read once, and asked for many names
-    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend, ranks)]
+    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, tree, backend, ranks)]
     seen = set(pending)
     while pending:
         path, name = pending.pop()
         new: list[tuple[Path, str | None]] = []
         if path not in parts_of:
             parts_of[path] = _parts_of(path.read_text())
-            if path.name == "op.py" and path.parent.parent == package / "ops":
+            if path.name == "op.py" and path.parent.parent == ops:
                 only = backend if path.parent == own else None
-                new += [(each, None) for each in _deciding(path.parent, only, ranks)]
+                new += [(each, None) for each in _deciding(path.parent, tree, only, ranks)]
         parts, mine = parts_of[path], found.setdefault(path, set())
         wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
         for i in wanted - mine:
             mine.add(i)
             new += [(path, used) for used in parts[i].uses]
             for target in parts[i].imports:
-                new += _resolved(target, package)
+                new += _resolved(target, tree)
         for each in new:
             if each not in seen:
                 seen.add(each)
@@ -183,21 +207,22 @@ def decisive_code(
     return {path: chosen for path, chosen in found.items() if chosen}
 
 
-def _deciding(folder: Path, backend: str | None, ranks: bool) -> list[Path]:
+def _deciding(folder: Path, tree: _Tree, backend: str | None, ranks: bool) -> list[Path]:
     """The files of an op's folder that determine its numbers; with `backend`, without those that have another
     one's name in theirs: not kernels_triton_bwd.py or plans_triton.py, if it is hopper."""
     others = _backends_in(folder) - {backend} if backend else set()
     return [
         path for path in folder.glob("*.py")
         if not path.stem.startswith(_DECIDES_NOTHING) and others.isdisjoint(path.stem.split("_"))
-        and (ranks or not _of_ranks(path))
+        and (ranks or not _of_ranks(path, tree))
     ]  # fmt: skip
 
 
-def _of_ranks(path: Path) -> bool:
+@lru_cache(maxsize=4096)
+def _of_ranks(path: Path, tree: _Tree) -> bool:
     """Whether a file of an op's folder is about ranks: it uses `isobit.ranks`, or another such file. The
     declaration is not, though it may name one."""
-    package, pending, seen = path.parents[2], [path], set[Path]()
+    package, pending, seen = tree.package, [path], set[Path]()
     while pending:
         each = pending.pop()
         if each.parent == package / "ranks":
@@ -205,25 +230,28 @@ def _of_ranks(path: Path) -> bool:
         if each.name != "op.py" and each.parents[1] == package / "ops" and each not in seen:
             seen.add(each)
             targets = {target for part in _parts_of(each.read_text()) for target in part.imports}
-            pending += [found for target in targets for found, _ in _resolved(target, package)]
+            pending += [found for target in targets for found, _ in _resolved(target, tree)]
     return False
 
 
-def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:
+@lru_cache(maxsize=1 << 14)
+def _resolved(target: tuple[str, str], tree: _Tree) -> tuple[tuple[Path, str | None], ...]:
     """The file in which a name of a module is defined, if it may affect a number: the module's, or a file of
     that name."""
     module, name = target
     root, *place = module.split(".")
-    if root != package.name:
-        return
+    if root != tree.package.name:
+        return ()
     own_file = [([*place, name], None)] if name else []
+    found: list[tuple[Path, str | None]] = []
     for parts, wanted in (*own_file, (place, name or None)):
         if not parts or parts[0] not in _FOLLOWED or parts[-1].startswith(_DECIDES_NOTHING):
             continue
-        there = package.joinpath(*parts)
-        for path in (there.with_suffix(".py"), there / "__init__.py"):
-            if path.is_file():
-                yield path, wanted
+        there = tree.package.joinpath(*parts)
+        found += [
+            (path, wanted) for path in (there.with_suffix(".py"), there / "__init__.py") if path in tree.files
+        ]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -386,24 +414,24 @@ class _Writer:
 
     def _fields(self, node: ast.AST, without: set[str]) -> None:
         self.tokens.append(type(node).__name__)
-        for field, value in ast.iter_fields(node):
-            if value is None or value == [] or field in without:
+        for name, value in ast.iter_fields(node):
+            if value is None or value == [] or name in without:
                 continue
-            self.tokens.append(field)
-            if field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            self.tokens.append(name)
+            if name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.write(_without_docstring(value))
-            elif isinstance(node, ast.Attribute) and field == "attr":
+            elif isinstance(node, ast.Attribute) and name == "attr":
                 base = node.value.id if isinstance(node.value, ast.Name) else ""
                 own = self._variables is not None and base in self._variables
                 self.tokens.append(("word", value) if own or not base else ("member", f"{base}.{value}"))
-            elif isinstance(node, ast.keyword) and field == "arg":
+            elif isinstance(node, ast.keyword) and name == "arg":
                 self.tokens.append(("word", value))
-            elif isinstance(node, ast.arg) and field == "arg":
+            elif isinstance(node, ast.arg) and name == "arg":
                 self._name(value)
                 self.tokens.append(("word", value))
             elif isinstance(node, ast.ImportFrom | ast.Import):
                 self.tokens.append("import")  # what is imported counts where it is used
-            elif isinstance(value, str) and field in ("id", "name", "asname"):
+            elif isinstance(value, str) and name in ("id", "name", "asname"):
                 self._name(value)
             else:
                 self.write(value)
