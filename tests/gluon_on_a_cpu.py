@@ -56,6 +56,12 @@ class Array(np.ndarray):
 
 
 def array(x: Any, dtype: Any = None) -> Array:
+    """A copy: what is in memory may change."""
+    return np.array(x, dtype=dtype).view(Array)
+
+
+def result(x: Any, dtype: Any = None) -> Array:
+    """Of values that a kernel has computed, which do not change."""
     return np.asarray(x, dtype=dtype).view(Array)
 
 
@@ -190,18 +196,18 @@ class Device:
     def language(self) -> Any:
         def where(c: Any, a: Any, b: Any) -> Array:
             floats = [x for x in (a, b) if isinstance(x, np.ndarray)]
-            result = np.where(c, a, b)
-            return array(result, floats[0].dtype if floats else None)
+            found = np.where(c, a, b)
+            return result(found, floats[0].dtype if floats else None)
 
         def load(p: Pointer, mask: Any = True, other: Any = 0) -> Array:
             at, mask = _together(np.asarray(p.at, dtype=np.int64), np.asarray(mask))
             inside = at[mask]
             assert _lie_inside(inside, p.base), "read outside"
-            result = p.base.view(-1)[torch.from_numpy(inside)]
-            values = (result.float() if result.is_floating_point() else result).numpy()
+            held = p.base.view(-1)[torch.from_numpy(inside)]
+            values = (held.float() if held.is_floating_point() else held).numpy()
             whole = np.full(at.shape, other, values.dtype)
             whole[mask] = values
-            return array(whole)
+            return result(whole)
 
         def store(p: Pointer, x: Any, mask: Any = True) -> None:
             at, mask, x = _together(np.asarray(p.at, dtype=np.int64), np.asarray(mask), np.asarray(x))
@@ -213,20 +219,20 @@ class Device:
             at = int(p.at)
             assert 0 <= at < p.base.numel(), "added outside"
             with self.released:
-                result = int(p.base.view(-1)[at])
-                p.base.view(-1)[at] = result + int(x)
-            return array(result, np.int32)
+                found = int(p.base.view(-1)[at])
+                p.base.view(-1)[at] = found + int(x)
+            return result(found, np.int32)
 
         def atomic_xchg(p: Pointer, x: Any, sem: str) -> Array:
             with self.released:
-                result = load(p)
+                found = load(p)
                 store(p, x)
                 self.released.notify_all()
-            return result
+            return found
 
         def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
             if text.startswith("mov.b32"):
-                return array(args[0].real), array(args[0].imag)
+                return result(args[0].real), result(args[0].imag)
             if text == "rcp.approx.ftz.f32 $0, $1;":
                 return approximate_reciprocal(args[0])
             if "ld.acquire.gpu.global.s32 found, [$1];" in text:
@@ -238,12 +244,12 @@ class Device:
             kind = torch.bfloat16 if "bf16x2" in text else torch.float16
             word = np.empty(args[0].shape, np.complex64)
             word.real, word.imag = rounded(args[0], kind), rounded(args[1], kind)
-            return array(word)
+            return result(word)
 
         def split(x: Any) -> Any:
             assert x.shape[-1] == 2
             both = np.asarray(x)
-            return array(both[..., 0]), array(both[..., 1])
+            return result(both[..., 0]), result(both[..., 1])
 
         def allocate(dtype: Any, shape: Any, layout: Any) -> Any:
             made = Shared(dtype, shape)
@@ -252,29 +258,29 @@ class Device:
             return made
 
         return SimpleNamespace(
-            to_tensor=lambda x: array(F32(x) if isinstance(x, float) else x),
-            num_programs=lambda axis: array(self.programs),
-            program_id=lambda axis: array(self.mine.places[axis], np.int32),
+            to_tensor=lambda x: result(F32(x) if isinstance(x, float) else x),
+            num_programs=lambda axis: result(self.programs),
+            program_id=lambda axis: result(self.mine.places[axis], np.int32),
             static_range=range, constexpr=None,
-            minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),
+            minimum=lambda a, b: result(np.minimum(a, b)), maximum=lambda a, b: result(np.fmax(a, b)),
             cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
             atomic_add=atomic_add, atomic_xchg=atomic_xchg,
-            arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
-            expand_dims=lambda x, axis: array(np.asarray(x)[(slice(None),) * axis + (None,)]),
-            full=lambda shape, x, dtype, layout=None: array(np.full([int(n) for n in shape], x), dtype),
-            zeros=lambda shape, dtype, layout: array(
+            arange=lambda a, b, layout: result(np.arange(int(a), int(b), dtype=np.int32)),
+            expand_dims=lambda x, axis: result(np.asarray(x)[(slice(None),) * axis + (None,)]),
+            full=lambda shape, x, dtype, layout=None: result(np.full([int(n) for n in shape], x), dtype),
+            zeros=lambda shape, dtype, layout: result(
                 np.zeros([int(n) for n in shape]), F32 if isinstance(dtype, torch.dtype) else dtype
             ),
-            zeros_like=lambda x: array(np.zeros_like(x)), full_like=lambda x, y: array(np.full_like(x, y)),
-            reshape=lambda x, shape: array(np.reshape(x, [int(n) for n in shape])),
-            permute=lambda x, order: array(np.transpose(x, order)),
-            join=lambda a, b: array(np.stack((a, b), -1)), sum=lambda x, axis: array(np.sum(x, axis)),
-            max=lambda x, axis: array(np.fmax.reduce(x, axis)), min=lambda x, axis: array(np.min(x, axis)),
-            abs=lambda x: array(np.abs(x)), multiple_of=lambda x, n: x,
-            exp2=lambda x: array(self.do.exp2(np.asarray(x))),
-            log2=lambda x: array(self.do.log2(np.asarray(x))),
-            div_rn=lambda a, b: array(a / b), convert_layout=lambda x, *rest, **more: x,
-            fma=lambda a, b, c: array(self.do.fma(np.asarray(a), np.asarray(b), np.asarray(c))),
+            zeros_like=lambda x: result(np.zeros_like(x)), full_like=lambda x, y: result(np.full_like(x, y)),
+            reshape=lambda x, shape: result(np.reshape(x, [int(n) for n in shape])),
+            permute=lambda x, order: result(np.transpose(x, order)),
+            join=lambda a, b: result(np.stack((a, b), -1)), sum=lambda x, axis: result(np.sum(x, axis)),
+            max=lambda x, axis: result(np.fmax.reduce(x, axis)), min=lambda x, axis: result(np.min(x, axis)),
+            abs=lambda x: result(np.abs(x)), multiple_of=lambda x, n: x,
+            exp2=lambda x: result(self.do.exp2(np.asarray(x))),
+            log2=lambda x: result(self.do.log2(np.asarray(x))),
+            div_rn=lambda a, b: result(a / b), convert_layout=lambda x, *rest, **more: x,
+            fma=lambda a, b, c: result(self.do.fma(np.asarray(a), np.asarray(b), np.asarray(c))),
             inline_asm_elementwise=assembly, allocate_shared_memory=allocate,
             warp_specialize=self.specialize, SliceLayout=lambda *rest: None,
             DotOperandLayout=lambda *rest: None, BlockedLayout=lambda *rest: None,

@@ -243,15 +243,15 @@ def _resolved(target: tuple[str, str], tree: _Tree) -> tuple[tuple[Path, str | N
     if root != tree.package.name:
         return ()
     own_file = [([*place, name], None)] if name else []
-    found: list[tuple[Path, str | None]] = []
+    places: list[tuple[Path, str | None]] = []
     for parts, wanted in (*own_file, (place, name or None)):
         if not parts or parts[0] not in _FOLLOWED or parts[-1].startswith(_DECIDES_NOTHING):
             continue
         there = tree.package.joinpath(*parts)
-        found += [
+        places += [
             (path, wanted) for path in (there.with_suffix(".py"), there / "__init__.py") if path in tree.files
         ]
-    return tuple(found)
+    return tuple(places)
 
 
 @dataclass(frozen=True)

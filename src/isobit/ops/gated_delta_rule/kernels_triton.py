@@ -428,7 +428,7 @@ def prepare(
     launch(
         prepare_kernel, (programs,),
         k, v, beta, g2, cu_seqlens, systems, u, w, T_b, T, S, H, HV, K, V,
-        BK=_rows_of(K), BN=min(columns_of(V, 64), columns_of(K, 64)), **_OPTIONS,
+        BK=_rows_of(K), BN=COLUMNS, **_OPTIONS,
     )  # fmt: skip
     return u, w, T_b
 
@@ -445,7 +445,7 @@ def folded(
     launch(
         fold_kernel, (tiles_of(T, S, cu_seqlens) * HV,),
         k, v, beta, g2, cu_seqlens, inverses, u, w, T, S, H, HV, K=K, V=V,
-        BN=min(columns_of(V, FOLDED), columns_of(K, FOLDED)), **_OPTIONS,
+        BN=FOLDED, **_OPTIONS,
     )  # fmt: skip
     return u, w
 
