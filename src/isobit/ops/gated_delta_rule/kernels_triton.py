@@ -46,12 +46,9 @@ _AT_ONCE = tl.constexpr(4)
 #: Rows of q and k that one program normalizes.
 ROWS = 16
 
-#: Columns of o that one program computes, however few there are: with 16 or 32 ptxas 12.8, the one in Triton
-#: 3.6 and 3.7, loses the address of an operand (see `isobit.check.sass`).
+#: Columns of o, u and w at a time, however few there are: with 16 or 32 ptxas 12.8, the one in Triton 3.6 and
+#: 3.7, loses the address of an operand (see `isobit.check.sass`).
 COLUMNS = 64
-
-#: Columns of u and w at a time, from a given T.
-FOLDED = 64
 
 #: Heads whose gates one program sums.
 HEADS = 32
@@ -445,7 +442,7 @@ def folded(
     launch(
         fold_kernel, (tiles_of(T, S, cu_seqlens) * HV,),
         k, v, beta, g2, cu_seqlens, inverses, u, w, T, S, H, HV, K=K, V=V,
-        BN=FOLDED, **_OPTIONS,
+        BN=COLUMNS, **_OPTIONS,
     )  # fmt: skip
     return u, w
 
