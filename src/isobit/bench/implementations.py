@@ -273,6 +273,7 @@ def _call(
     function returns several outputs, they are all returned, and each that has a gradient has a cotangent. A
     call without gradients runs under a `no_grad` that surrounds all calls, so that it is not timed with
     each."""
+    inputs = tuple(name for name in inputs if args[name] is not None)
     leaves = [args[name].detach().requires_grad_() for name in inputs]
     args = args | dict(zip(inputs, leaves, strict=True))
 
