@@ -115,7 +115,8 @@ def expert_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     order = flat.sort(stable=True).indices
     place = torch.empty_like(order, dtype=torch.int32)
     place[order] = torch.arange(len(order), device=order.device, dtype=torch.int32)
-    sizes = torch.bincount(flat, minlength=count + 1)[:count]
+    # Not `bincount`, which waits for the device, and cannot be captured into a CUDA graph.
+    sizes = flat.new_zeros(count + 1).scatter_add(0, flat, torch.ones_like(flat))[:count]
     offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
     return place.view(experts.shape), offsets
 
