@@ -28,7 +28,6 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     targets = {n: t for n, t in kernels.by_name().items() if not trial.targets or n in trial.targets}
     if not targets:
         raise Unsupported(f"its kernels are for {', '.join(kernels.by_name())}")
-    import triton
     from triton.backends.compiler import GPUTarget
 
     recorder = Recorder()
@@ -53,7 +52,7 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         """Shared memory of a compiled call; -1 if it does not compile."""
         what = f"{name} {target}"
         try:
-            done = triton.compile(source, target=GPUTarget(*targets[target]), options=options)
+            done = _compiled_for(GPUTarget(*targets[target]), source, options)
         except Exception as error:  # continue with the others; the row says which kernel failed
             checks.append(failure(what, f"{type(error).__name__}: {error}"))
             return -1
@@ -74,6 +73,19 @@ def compiles(trial: Trial) -> list[OutputCheck]:
             what = f"{lost[0]} ({len(lost)} of them; see isobit.check.sass)"
             checks[at] = failure(checks[at].output, what)
     return checks
+
+
+def _compiled_for(target: Any, source: Any, options: dict[str, Any]) -> Any:
+    """As on such a GPU: kernels that ask which one they run on get this target, and not the machine's own."""
+    import triton
+    from triton.language import target_info
+
+    own = target_info.current_target
+    target_info.current_target = lambda: target
+    try:
+        return triton.compile(source, target=target, options=options)
+    finally:
+        target_info.current_target = own
 
 
 def _of_this_backend(trial: Trial, calls: dict[Key, Compilation]) -> dict[Key, Compilation]:
@@ -114,7 +126,7 @@ def _to_triton_code(what: str, target: Any, source: Any, options: dict[str, Any]
         with triton.knobs.compilation.scope():
             # Or Triton 3.6 would find what another law has compiled: there the hook is not part of its key.
             triton.knobs.compilation.always_compile = True
-            triton.compile(source, target=GPUTarget(*target), options=options)
+            _compiled_for(GPUTarget(*target), source, options)
     except _Enough:
         return passed(what, "up to Triton's code for GPUs")
     except Exception as error:
