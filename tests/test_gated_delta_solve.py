@@ -17,7 +17,7 @@ def on_a_cpu(k: torch.Tensor, beta: torch.Tensor, g2: Any, bounds: Any, steps: A
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         device = Walked(grid[0], steps)
         scope = device.scope(hopper_pipe, kernels_hopper_solve, reinterpreted=Room.reinterpret)
-        values[4].fill_(7.0)  # what is not stored is not 0 by chance
+        values[3].fill_(7.0)  # what is not stored is not 0 by chance
         constants = (options[name] for name in kernel.arg_names[len(values) :])
         device.run(scope, kernel, (*values, *constants))
 

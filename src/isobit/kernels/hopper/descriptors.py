@@ -18,7 +18,7 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.fl
 
 
 @cache
-def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
 
 
@@ -92,7 +92,7 @@ def _valid_stride(m: Matrix) -> int:
 @lru_cache(maxsize=4096)
 def _checked(dtype: torch.dtype, width: int, stride: int, rows: int, columns: int) -> dict[str, Any]:
     """The fields of a descriptor for a matrix with one row: Triton does not check the number of rows."""
-    layout = shared_layout(rows, columns, dtype)
+    layout = _shared_layout(rows, columns, dtype)
     made = TensorDescriptor(_Nowhere(dtype), [1, width], [stride, 1], [rows, columns], layout)
     return vars(made) | {"base": None}
 

@@ -17,23 +17,26 @@ of A, which all lanes read at the same time, two columns.
 j of all systems is a place that a loop can compute.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from isobit.frame.launch import Launch, run, unused
-from isobit.kernels.hopper.descriptors import shared_layout
+from isobit.kernels.hopper.descriptors import descriptor, matrix
 from isobit.kernels.hopper.pieces import barrier
 from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
-    fence_async_shared,
     gl,
     gluon,
     kernel,
+    mbarrier,
     reinterpreted,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.ops.delta_rule.kernels_hopper import placed
+from isobit.ops.delta_rule.kernels_hopper import rows_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 from isobit.ops.gated_delta_rule.model import CHUNK
 
@@ -47,11 +50,13 @@ C = gl.constexpr(CHUNK)
 #: the loads for as many multiply-adds.
 OF_TILES = gl.constexpr(gl.BlockedLayout([1, 8, 4], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
 OF_BLOCK = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 OF_PRODUCT = gl.constexpr(accumulator_layout(64))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 CUBE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+#: Registers per thread: two programs on an SM, as many as its shared memory holds.
+REGISTERS = 255
 
 
 @gluon.jit
@@ -91,14 +96,18 @@ def _of_chunk(at, row, rows, hv, HV):
 
 
 @gluon.jit
-def _factors(beta, gate, HAS_G: gl.constexpr):
-    """What k k^T is multiplied by, [j, i]; for what is not above the diagonal, anything."""
+def _system(keys, beta, gate, HAS_G: gl.constexpr):
+    """-A transposed, [j, i]; what is not above the diagonal, and what belongs to no row, is anything."""
+    kk = warpgroup_mma(
+        keys, keys.permute((1, 0)), gl.zeros((C, C), gl.float32, OF_PRODUCT), use_acc=False, is_async=True
+    )
     factor = gl.expand_dims(gl.convert_layout(-beta, gl.SliceLayout(0, OF_PRODUCT)), 0)
     if HAS_G:
         of_i = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(0, OF_PRODUCT)), 0)
         of_j = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(1, OF_PRODUCT)), 1)
         factor = factor * gl.exp2(of_i - of_j)
-    return factor
+    kk = warpgroup_mma_wait(0, deps=(kk,))
+    return kk * factor
 
 
 @gluon.jit
@@ -150,69 +159,56 @@ def _finish(squares, whole, inverses, place, there, HV, FIRST: gl.constexpr):
         barrier()  # here, or the compiler has one for every step of the next block
 
 
-@gluon.jit
-def _keys(k, row, rows, head, H, part, K: gl.constexpr):
-    """64 columns of k of a chunk; zeros where there are no rows."""
-    i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)), 1)
-    c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, BY_ROWS)), 0)
-    at = ((row + i).to(gl.int64) * H + head) * K + part * C + c
-    return gl.load(gl.multiple_of(k + at, (1, 16)), mask=i < rows, other=0.0)
-
-
 @kernel
 def solve_kernel(
-    k, beta, g2, cu_seqlens, inverses, T, S, H, HV, count, K: gl.constexpr, PACKED: gl.constexpr,
-    HAS_G: gl.constexpr, SHARED: gl.constexpr,
+    beta, g2, cu_seqlens, inverses, T, S, HV, group, count, k_desc, K: gl.constexpr, PACKED: gl.constexpr,
+    HAS_G: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """T, rounded, of four systems: chunks and value heads, of which there are `count`.
-
-    k is loaded through registers. By TMA, between products, ptxas 12.8 may put the address of the descriptor
-    into registers that hold the operands of the next product. And by 64 columns: the less shared memory a
-    program has, the more programs an SM has."""
+    """T, rounded, of four systems: chunks and value heads, of which there are `count`."""
     number = gl.program_id(0) * SYSTEMS
-    group = HV // H
-    keys = gl.allocate_shared_memory(k.dtype.element_ty, [C, C], SHARED)
+    keys = gl.allocate_shared_memory(k_desc.dtype, [BUFFERS] + k_desc.block_type.shape, k_desc.layout)
     squares = gl.allocate_shared_memory(gl.float32, [C, SYSTEMS, C], FLAT)  # one by one
     by_system = reinterpreted(squares, gl.float32, [C, SYSTEMS * C], FLAT)
     whole = reinterpreted(squares, gl.float32, [C, SYSTEMS, C], CUBE)
+    ready = gl.allocate_shared_memory(gl.int64, [SYSTEMS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(SYSTEMS):
+        mbarrier.init(ready.index(s), count=1)
     of_system = gl.arange(0, SYSTEMS, gl.SliceLayout(1, gl.SliceLayout(2, OF_BLOCK)))
     place, there = of_system.to(gl.int64) * 0, of_system * 0
-    row, rows, betas, gates = (), (), (), ()
+    row, betas, gates = (), (), ()
     for s in gl.static_range(SYSTEMS):
         n = gl.minimum(number + s, count - 1)
         own_row, own_rows = _chunk_of(n // HV, cu_seqlens, T, S, PACKED)
         own_rows = gl.where(number + s < count, own_rows, 0)
-        row, rows = row + (own_row,), rows + (own_rows,)
-        place = gl.where(of_system == s, own_row.to(gl.int64) * HV + n % HV, place)
-        there = gl.where(of_system == s, own_rows, there)
+        row = row + (own_row,)
         betas = betas + (_of_chunk(beta, own_row, own_rows, n % HV, HV),)
         if HAS_G:
             gates = gates + (_of_chunk(g2, own_row, own_rows, n % HV, HV),)
         else:
             gates = gates + (betas[s],)
-    tile = _keys(k, row[0], rows[0], gl.minimum(number, count - 1) % HV // group, H, 0, K)
+        place = gl.where(of_system == s, own_row.to(gl.int64) * HV + n % HV, place)
+        there = gl.where(of_system == s, own_rows, there)
+        if s < BUFFERS:
+            _load_keys(k_desc, keys, ready, s, own_row, n % HV // group, K, BUFFERS)
     for s in gl.static_range(SYSTEMS):
-        kk = gl.zeros((C, C), gl.float32, OF_PRODUCT)
-        for part in gl.static_range(K // C):
-            keys.store(tile)
-            fence_async_shared()
-            kk = warpgroup_mma(keys, keys.permute((1, 0)), kk, use_acc=part > 0, is_async=True)
-            if part + 1 < K // C:
-                hv = gl.minimum(number + s, count - 1) % HV
-                tile = _keys(k, row[s], rows[s], hv // group, H, part + 1, K)
-                kk = warpgroup_mma_wait(0, deps=(kk,))
-                barrier()  # all warps have finished the product
-        if s + 1 < SYSTEMS:
-            hv = gl.minimum(number + s + 1, count - 1) % HV
-            tile = _keys(k, row[s + 1], rows[s + 1], hv // group, H, 0, K)
-        factor = _factors(betas[s], gates[s], HAS_G)
-        kk = warpgroup_mma_wait(0, deps=(kk,))
-        by_system.slice(s * C, C, 1).store(kk * factor)
-        barrier()
+        mbarrier.wait(ready.index(s), 0)
+        own = _system(keys.index(s % BUFFERS), betas[s], gates[s], HAS_G)
+        by_system.slice(s * C, C, 1).store(own)
+        if s + BUFFERS < SYSTEMS:
+            barrier()  # all warps have finished the product
+            hv = gl.minimum(number + s + BUFFERS, count - 1) % HV
+            _load_keys(k_desc, keys, ready, s + BUFFERS, row[s + BUFFERS], hv // group, K, BUFFERS)
+    barrier()
     place = gl.expand_dims(gl.expand_dims(place, 1), 2)
     there = gl.expand_dims(gl.expand_dims(there, 1), 2)
     for block in gl.static_range(C // BLOCK):
         _finish(squares, whole, inverses, place, there, HV, block * BLOCK)
+
+
+@gluon.jit
+def _load_keys(k_desc, keys, ready, s, row, head, K: gl.constexpr, BUFFERS: gl.constexpr):
+    mbarrier.expect(ready.index(s), k_desc.block_type.nbytes)
+    tma_load(k_desc, [row, head * K], ready.index(s), keys.index(s % BUFFERS))
 
 
 def solve(
@@ -226,10 +222,11 @@ def solve(
     systems = tiles_of(T, S, cu_seqlens) * HV
     if B * T == 0:
         return inverses
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": REGISTERS, "enable_fp_fusion": False}
     launch(
         solve_kernel, (-(-systems // SYSTEMS.value),),
-        placed(k), beta, *(unused(beta) if t is None else t for t in (g2, cu_seqlens)), inverses,
-        T, S, H, HV, systems, K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None,
-        SHARED=shared_layout(64, 64, k.dtype), num_warps=4, enable_fp_fusion=False,
+        beta, *(unused(beta) if t is None else t for t in (g2, cu_seqlens)), inverses,
+        T, S, HV, HV // H, systems, descriptor(matrix(rows_of(k)), 64, K),
+        K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None, BUFFERS=1 if K == 256 else 2, **options,
     )  # fmt: skip
     return inverses

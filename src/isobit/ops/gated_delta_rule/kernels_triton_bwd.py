@@ -418,13 +418,6 @@ _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion":
 HEADS = 32
 
 
-def _registers(count: int) -> dict[str, int]:
-    """The limit on registers per thread, for kernels that are faster with more programs on an SM: on an H200
-    128 took `inner_kernel` from 180 us to 147, and 168 `dq_kernel` from 144 to 123, at 8192 tokens, 32 value
-    heads and K = V = 128 (2026-11)."""
-    return {"maxnreg": count} if torch.version.hip is None else {}
-
-
 def chunk_offsets(bounds: Tensor | None, T: int, launch: Launch) -> Tensor | None:
     """[S] if sequences are packed."""
     if bounds is None:
@@ -496,15 +489,13 @@ def gated_delta_rule_bwd(
     of_values = {"HV": HV, "V": V, **_OPTIONS}
     launch(dr_kernel, by_value_head, v, beta, inverse, dvn, dr, dv, dbeta, *place, **of_values)
     launch(
-        inner_kernel, by_value_head,
-        k, g2, beta, do, vn, dr, ds, m, dbeta, dgate, *place, **sizes, **_registers(128),
+        inner_kernel, by_value_head, k, g2, beta, do, vn, dr, ds, m, dbeta, dgate, *place, **sizes
     )  # fmt: skip
     dq, dk = (empty(*q.shape, dtype=torch.float32 if normed else q.dtype) for _ in range(2))
     by_part = (tiles * H * (parts - 1),)
     launch(
         dq_kernel, by_part,
         q, k, g2, h, do, ds, dq, dgate, scale, *place, rows, V_FIRST=v_first, **sizes,
-        **_registers(168),
     )  # fmt: skip
     launch(
         dk_kernel, by_part,
