@@ -86,7 +86,7 @@ def on_a_cpu(args: dict[str, Any], backwards: bool = False) -> Tensor:
     copies = Copies(language.load)
     scope = device.scope(
         kernels_hopper, gl=language, async_copy=copies, mma_v2=product, reinterpreted=Piece.reinterpret,
-        by_row=lambda columns: None, for_sums=lambda columns: None,
+        by_row=lambda columns: None,
     )  # fmt: skip
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
@@ -146,11 +146,11 @@ def assert_same(args: dict[str, Any]) -> None:
 def every_place() -> None:
     at = [0, 1, 16, 37, 63, 64, 128]
     assert_same(made(at, 2, 64, 64, torch.bfloat16, False, False))
-    few = made([5, 64], 2, 128, 192, torch.float16, True, True)
+    few = made([5, 64], 2, 128, 64, torch.float16, True, True)
     assert_same(few | {"lengths": torch.tensor([0, 9]), "use_qk_l2norm_in_kernel": False, "g": None})
     assert_same(made([64], 1, 256, 64, torch.bfloat16, True, False))
-    wide = made([3, 64], 2, 64, 128, torch.bfloat16, False, False)  # programs of 128 columns
-    assert_same(wide | {"slots": torch.tensor([7, 1])})
+    many = made([3, 64], 33, 64, 128, torch.bfloat16, False, False)  # programs of 128 columns
+    assert_same(many | {"slots": torch.tensor([7, 1])})
 
 
 def infinite_rows() -> None:

@@ -1,15 +1,10 @@
 """One new row of a sequence on Hopper: the kernel of plain decoding.
 
-One program per sequence, value head and BV columns of V. What it reads of the state is copied to shared
-memory before it is needed, and it computes while other programs of the SM wait: so shared memory is scarce,
-and rows of v_new and beta v take the place of keys and of T, which have been read by then. The new row is put
-among the others there.
-
-Products have two rows: q and k with the keys, q and w with S, P and the row of T with rows of the chunk. They
-are row 1 and row 0 of a tile of 16, the least that a matrix instruction takes; its other rows hold anything.
-
-Programs of a launch run in any order, and a new chunk may lie where the one before it was. So a program
-writes nothing that another one reads: counts, keys and gates are left to a second launch.
+One program per sequence, value head and BV columns of V. All that it reads of the state is copied to shared
+memory at once, so the memory is busy while the program waits only once. The new row is put among the others
+there. Products have two rows: q and k with the keys, q and w with S, and of P and T with rows of the chunk.
+They are row 1 and row 0 of a tile of 16, the least that a matrix instruction takes; its other rows hold
+anything.
 
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
@@ -62,24 +57,16 @@ def row_of(tile, row: gl.constexpr):
     return gl.sum(gl.where((i == row)[:, None], tile, -0.0), 0)
 
 
-@gluon.constexpr_function
-def for_sums(columns):
-    """The layout of a row whose first halvings are in a thread."""
-    in_thread = [[32 * 2**n] for n in range(8) if 32 * 2**n < columns]
-    return gl.DistributedLinearLayout(in_thread, [[2**n] for n in range(5)], [[0], [0]], [], [columns])
-
-
 @gluon.jit
-def unit(x, row, K: gl.constexpr, DTYPE: gl.constexpr):
-    """The row x, which is in memory at `row`, divided by its norm, with the operations of `norm_kernel`: it
-    repeatedly adds the second half to the first."""
-    own = gl.load(row + gl.arange(0, K, for_sums(K))).to(gl.float32)
-    total = own * own
+def unit(x, K: gl.constexpr):
+    """A row divided by its norm, in fp32, with the operations of `norm_kernel`: it repeatedly adds the second
+    half to the first."""
+    total = x * x
     for _ in gl.static_range(8):
         if total.shape[0] > 2:
             total = gl.sum(gl.reshape(total, [2, total.shape[0] // 2]), 0)
     size = gl.sqrt_rn(gl.sum(total, 0) + _EPS)
-    return (x.to(gl.float32) * gl.div_rn(gl.to_tensor(1.0), size)).to(DTYPE)
+    return x * gl.div_rn(gl.to_tensor(1.0), size)
 
 
 @gluon.jit
@@ -123,9 +110,8 @@ def token_kernel(
     to = (b * HV + hv) * V
     # What is not of the state: loads that wait for nothing.
     c = gl.arange(0, K, gl.SliceLayout(0, OF_K))
-    k += b * (k_sb * WORD) + h * (k_sh * WORD)
-    q += b * (q_sb * WORD) + h * (q_sh * WORD)
-    k_t, q_t = gl.load(k + c), gl.load(q + c)
+    k_t = gl.load(k + b * (k_sb * WORD) + h * (k_sh * WORD) + c)
+    q_t = gl.load(q + b * (q_sb * WORD) + h * (q_sh * WORD) + c)
     v_t = gl.load(v + b * (v_sb * WORD) + hv * (v_sh * WORD) + e)
     beta_t = gl.load(beta + b * beta_sb + hv * beta_sh).to(gl.float32)
     # Where the sequence is.
@@ -142,20 +128,28 @@ def token_kernel(
     chunks = gl.load(place + slot * 4 + 1)
     held = (chunks != 0) | (gl.load(place + slot * 4 + 3) != 0)
     half = slot * HALVES + (chunks & (HALVES - 1))
+    keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
+    bvs = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
+    vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
     S = gl.allocate_shared_memory(DTYPE, [K, BV], ROWS)
+    T = gl.allocate_shared_memory(gl.float32, [CHUNK * CHUNK], ONE)
+    left = gl.allocate_shared_memory(DTYPE, [TILE, K], ROWS)
+    of_chunk = gl.allocate_shared_memory(DTYPE, [TILE, CHUNK], ROWS)
+    factors = gl.allocate_shared_memory(gl.float32, [CHUNK], ONE)
     full = rows == CHUNK
     if full:
         new = slot * HALVES + ((chunks + 1) & (HALVES - 1))
+        copy_rows(keys, k_rows + (half * H + h) * CHUNK * K, rows, K, K)
+        copy_rows(vns, vn_rows + (half * HV + hv) * CHUNK * V + tile * BV, rows, V, BV)
+        async_copy.commit_group()
         close(
-            S, start, start16, k_rows + (half * H + h) * CHUNK * K, vn_rows, gate_rows, half * HV + hv,
-            new * HV + hv, tile, held, V, K, BV, DTYPE,
+            S, start, start16, gate_rows, keys, vns, half * HV + hv, new * HV + hv, tile, held, V, K, BV,
+            DTYPE,
         )  # fmt: skip
         rows = rows * 0
         half = new
     at_rows = (half * HV + hv) * CHUNK
-    keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
     copy_rows(keys, k_rows + (half * H + h) * CHUNK * K, rows, K, K)
-    T = gl.allocate_shared_memory(gl.float32, [CHUNK * CHUNK], ONE)
     in_T = gl.arange(0, CHUNK * CHUNK, OF_T)
     # Up to the diagonal, by groups of 16 bytes.
     below = in_T // 4 % (CHUNK // 4) <= in_T // (4 * CHUNK)
@@ -163,12 +157,14 @@ def token_kernel(
         T, inverse + at_rows * CHUNK + in_T, mask=below & (in_T < rows * CHUNK)
     )
     async_copy.commit_group()
+    copy_rows(bvs, bv_rows + at_rows * V + tile * BV, rows, V, BV)
     if not full:
         i_S = gl.arange(0, K, gl.SliceLayout(1, OF_V))
         async_copy.async_copy_global_to_shared(
             S, start16 + (half * HV + hv) * K * V + (i_S[:, None] * V + e[None, :]),
             mask=(i_S >= 0)[:, None] & (e >= 0)[None, :] & held,
         )  # fmt: skip
+    copy_rows(vns, vn_rows + at_rows * V + tile * BV, rows, V, BV)
     async_copy.commit_group()
     # Gates and factors of the rows.
     OF_J: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -179,8 +175,8 @@ def token_kernel(
     gates = gl.where(j == rows, gate_t, gl.load(gate_rows + at_rows + j, mask=j < rows, other=0.0))
     betas = gl.where(j == rows, beta_t, gl.load(beta_rows + at_rows + j, mask=j < rows, other=0.0))
     if NORM:
-        k_t, q_t = unit(k_t, k, K, DTYPE), unit(q_t, q, K, DTYPE)
-    left = gl.allocate_shared_memory(DTYPE, [TILE, K], ROWS)
+        k_t = unit(k_t.to(gl.float32), K).to(DTYPE)
+        q_t = unit(q_t.to(gl.float32), K).to(DTYPE)
     i_K = gl.arange(0, TILE, gl.SliceLayout(1, OF_K))
     left.store(gl.where((i_K == 0)[:, None], k_t[None, :], q_t[None, :]))
     g2_t, g2 = gate_t * _LOG2E, gates * _LOG2E
@@ -192,13 +188,9 @@ def token_kernel(
     by_keys = mma_v2(
         left.load(LEFT), by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA)
     )
-    factors = gl.allocate_shared_memory(gl.float32, [CHUNK], ONE)
     factors.store(-gl.where(j < rows, row_of(by_keys, 0) * (beta_t * decay), 0.0))
     p = gl.where(j <= rows, row_of(by_keys, 1) * decay, 0.0)
     bk = (by_j.load(RIGHT).to(gl.float32) * on_k[:, None]).to(DTYPE)
-    vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
-    copy_rows(vns, vn_rows + at_rows * V + tile * BV, rows, V, BV)
-    async_copy.commit_group()
     # Row `rows` of T, from those above it.
     column = gl.arange(0, CHUNK, COLUMN)
     acc = gl.where(column == rows, 1.0, 0.0)
@@ -211,32 +203,27 @@ def token_kernel(
                 gl.zeros([CHUNK], gl.float32, COLUMN) + factor, above.index(first + n).load(COLUMN), acc
             )
     acc = gl.where(column <= rows, acc, 0.0)
-    bvs = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
-    copy_rows(bvs, bv_rows + at_rows * V + tile * BV, rows, V, BV)
-    async_copy.commit_group()
     OF_16: gl.constexpr = by_row(CHUNK)
     i_J = gl.arange(0, TILE, gl.SliceLayout(1, OF_16))
     row = gl.convert_layout(acc.to(DTYPE), gl.SliceLayout(0, OF_16))
     p = gl.convert_layout(p.to(DTYPE), gl.SliceLayout(0, OF_16))
-    of_chunk = gl.allocate_shared_memory(DTYPE, [TILE, CHUNK], ROWS)
     of_chunk.store(gl.where((i_J == 0)[:, None], row[None, :], p[None, :]))
     T_and_P = of_chunk.load(LEFT)
     w = mma_v2(T_and_P, bk, gl.zeros([TILE, K], gl.float32, MMA)).to(DTYPE)
     i = gl.arange(0, TILE, gl.SliceLayout(1, MMA))[:, None]
     left.store(gl.where(i == 0, w, left.load(MMA)))
-    async_copy.wait_group(2)
-    zeros = gl.zeros([TILE, BV], gl.float32, MMA)
-    by_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
     async_copy.wait_group(0)
     bv_t = (beta_t * v_t.to(gl.float32)).to(DTYPE)
     with_row(bvs, rows, bv_t, OF_V)
+    zeros = gl.zeros([TILE, BV], gl.float32, MMA)
     u = mma_v2(T_and_P, reinterpreted(bvs, DTYPE, [CHUNK, BV], ROWS).load(RIGHT), zeros)
+    by_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
     vn_t = row_of(u.to(DTYPE).to(gl.float32) - by_S, 0).to(DTYPE)
     vn_t = gl.convert_layout(vn_t, gl.SliceLayout(0, OF_V))
     with_row(vns, rows, vn_t, OF_V)
     o = mma_v2(T_and_P, reinterpreted(vns, DTYPE, [CHUNK, BV], ROWS).load(RIGHT), by_S * gl.exp2(g2_t))
-    e_o = gl.arange(0, BV, gl.SliceLayout(0, MMA))[None, :] + tile * BV
-    gl.store(out + to + (e_o + i * 0), (o * scale).to(DTYPE), mask=(i == 1) & (e_o >= 0))
+    e_o = gl.arange(0, BV, gl.SliceLayout(0, MMA)) + tile * BV
+    gl.store(out + to + e_o, (row_of(o, 1) * scale).to(DTYPE))
     gl.store(bv_rows + (at_rows + rows) * V + e, bv_t)
     gl.store(vn_rows + (at_rows + rows) * V + e, vn_t)
     if tile == 0:
@@ -249,16 +236,11 @@ def token_kernel(
 
 @gluon.jit
 def close(
-    S, start, start16, k_rows, vn_rows, gate_rows, old, new, tile, held, V, K: gl.constexpr,
-    BV: gl.constexpr, DTYPE: gl.constexpr,
+    S, start, start16, gate_rows, keys, vns, old, new, tile, held, V, K: gl.constexpr, BV: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The state at the start of the next chunk, in memory and, rounded, in S. `old` and `new` are the heads
-    that hold the two chunks; `k_rows` are those of the head."""
-    keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
-    copy_rows(keys, k_rows, CHUNK, K, K)
-    vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
-    copy_rows(vns, vn_rows + old * CHUNK * V + tile * BV, CHUNK, V, BV)
-    async_copy.commit_group()
+    that hold the two chunks."""
     OF_J: gl.constexpr = gl.SliceLayout(1, RIGHT)
     ROWS_AT_ONCE: gl.constexpr = 16
     j = gl.arange(0, CHUNK, OF_J)
@@ -279,14 +261,11 @@ def close(
         S.slice(first, ROWS_AT_ONCE).store(after.to(DTYPE))
 
 
-def columns_of(K: int, V: int) -> int:
-    """Columns of V per program. This affects no sum. Of K = 256 two programs with 64 fit an SM."""
+def columns_of(B: int, HV: int, K: int, V: int) -> int:
+    """Columns of V per program: fewer where there are few programs. This affects no sum."""
+    if B * HV <= 64:
+        return 32
     return 128 if K < 256 and V % 128 == 0 else 64
-
-
-#: Registers per thread, where shared memory lets three (K = 128) or four (K = 64) programs share an SM: what
-#: they can have then. ptxas 12.8 spills none.
-REGISTERS = {64: 128, 128: 168}
 
 
 def token(
@@ -295,9 +274,7 @@ def token(
     """One token of each sequence. `columns`: of V per program; 0 is the rule."""
     q, v, of = args["q"], args["v"], {name: args[name] for name in state.TENSORS}
     (B, _, H, K), (HV, V), (N, HALVES) = q.shape, v.shape[2:], of["start"].shape[:2]
-    columns = columns or columns_of(K, V)
-    if K in REGISTERS:
-        options = {"maxnreg": REGISTERS[K], **options}
+    columns = columns or columns_of(B, HV, K, V)
     slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
     strides = [kernels_triton.strides_of(args[name])[::2] for name in ("q", "k", "v", "g", "beta")]
     # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
