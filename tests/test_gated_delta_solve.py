@@ -54,7 +54,7 @@ def sums(g: Any, k: torch.Tensor, bounds: Any) -> Any:
     [
         (1, 64, 1, 1, 64, True, None),  # one system of four
         (2, 70, 2, 2, 128, True, None),  # heads of their own, a last chunk of 6 rows
-        (1, 30, 1, 3, 256, False, None),  # one buffer for k
+        (1, 30, 1, 3, 128, False, None),
         (1, 140, 1, 3, 64, True, [0, 3, 3, 70, 140]),  # packed, with an empty sequence and empty tiles
     ],
 )

@@ -54,7 +54,7 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
     store_states,
 )
 from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
-from isobit.ops.gated_delta_rule.kernels_hopper_solve import solve
+from isobit.ops.gated_delta_rule.kernels_hopper_solve import WIDEST, solve
 
 
 @gluon.jit
@@ -215,6 +215,8 @@ def prepare(
     launch: Launch = run,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`)."""
+    if k.shape[-1] > WIDEST:
+        return kernels_triton.prepare(k, v, beta, g2, cu_seqlens, inverses, launch)
     T_b = solve(k, beta, g2, cu_seqlens, launch)
     u, w = kernels_triton.folded(k, v, beta, g2, cu_seqlens, T_b, launch)
     return u, w, T_b if inverses else None

@@ -59,6 +59,11 @@ CUBE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 REGISTERS = 255
 
 
+#: Buffers for k, and the most columns of it for which there is room next to the systems. With one buffer bits
+#: differed on an H200, at K = 128 and 8192 tokens.
+BUFFERS, WIDEST = 2, 128
+
+
 @gluon.jit
 def _clamped(at, low, high):
     """The integer at this address, clamped to [low, high]: unchecked input."""
@@ -214,7 +219,7 @@ def _load_keys(k_desc, keys, ready, s, row, head, K: gl.constexpr, BUFFERS: gl.c
 def solve(
     k: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, launch: Launch = run
 ) -> Tensor:
-    """T, rounded to the dtype of k: [B, T, HV, 64]."""
+    """T, rounded to the dtype of k: [B, T, HV, 64]. K is at most WIDEST."""
     B, T, HV = beta.shape
     H, K = k.shape[2:]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -227,6 +232,6 @@ def solve(
         solve_kernel, (-(-systems // SYSTEMS.value),),
         beta, *(unused(beta) if t is None else t for t in (g2, cu_seqlens)), inverses,
         T, S, HV, HV // H, systems, descriptor(matrix(rows_of(k)), 64, K),
-        K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None, BUFFERS=1 if K == 256 else 2, **options,
+        K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None, BUFFERS=BUFFERS, **options,
     )  # fmt: skip
     return inverses
