@@ -71,4 +71,5 @@ def test_the_kernels_of_a_linear_layer_never_see_fp32() -> None:
 def test_a_dtype_that_a_backend_refuses_is_no_failure_of_it() -> None:
     request = Request(ops=("logp",), laws=("traceable",), dtypes=(F64,), device=torch.device("cpu"))
     found = {(cell.backend, cell.status) for cell in run(request)}
-    assert ("reference", OK) in found and ("triton", UNSUPPORTED) in found and len(found) == 3
+    assert ("reference", OK) in found and ("triton", UNSUPPORTED) in found
+    assert all(status == UNSUPPORTED for backend, status in found if backend != "reference")

@@ -61,7 +61,6 @@ def test_swapped_layers_have_the_bits_of_the_whole_model(ranks: Any, first: str,
     [
         ("weight", "linear_logp(weight: [53, 16] fp32)"),
         ("hidden", "linear_logp(hidden: [3, 16] fp32)"),
-        ("logits", "logp(logits: [3, 16] fp32)"),
         ("layer", "det_linear(x: [3, 16] bf16)"),
         ("loss", "linear_policy_loss(weight: [53, 16] fp32)"),
     ],
@@ -72,6 +71,14 @@ def test_other_dtensors_are_refused_in_one_sentence(ranks: Any, case: str, argum
             f"{argument}: is a DTensor; pass its local part (.to_local()) or the whole of it "
             "(.full_tensor()), or, for a parameter that FSDP2 has sharded, call this through "
             "isobit.nn.in_forward"
+        )
+
+
+def test_logits_that_are_not_cut_by_columns_are_refused(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["refusals"]["logits"] == (
+            "logp(logits: placements (Replicate(),) on a mesh of 1 dimensions): must be cut by columns on a "
+            "mesh of one dimension, (Shard(-1),); or pass .full_tensor()"
         )
 
 

@@ -10,7 +10,7 @@ its own.
 import copy
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class Candidate(Op):
     def __post_init__(self) -> None:
         self.forget()
 
-    def __call__(self, like: Hashable = None, /, **given: Any) -> Any:
+    def __call__(self, **given: Any) -> Any:
         raise TypeError(f"a candidate for {self.name} is called through its function")
 
     def fake(self, **given: Any) -> tuple[Tensor, ...]:

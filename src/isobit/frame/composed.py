@@ -51,7 +51,7 @@ class Composed(PublicOp):
         """Why a graph cannot contain a call."""
         return f"{self.name} is a function over ops: {self.why}"
 
-    def __call__(self, like: Hashable = None, /, **given: Any) -> Any:
+    def __call__(self, **given: Any) -> Any:
         raise TypeError(f"{self.untraceable}; call isobit.{self.name}")
 
     def public(self, function: F) -> F:

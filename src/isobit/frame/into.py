@@ -15,7 +15,8 @@ from isobit.frame.backend import Args
 from isobit.frame.cache_key import cache_key_of, remember
 from isobit.frame.call_plan import CallPlan
 from isobit.frame.contract import dtype_name
-from isobit.frame.op import Op, is_watched
+from isobit.frame.op import Op
+from isobit.frame.watched import is_watched
 
 
 def call_into(op: Op, out: Tensor, given: Args) -> None:

@@ -53,6 +53,7 @@ from isobit.frame.contract import MISSING, Contract, ContractError, Param, param
 from isobit.frame.derivative import Derivative, Grads
 from isobit.frame.numerics_class import Numerics
 from isobit.frame.plans import Plans
+from isobit.frame.watched import is_watched
 
 #: Every op by name. Declarations add themselves when they are imported.
 OPS: dict[str, "Op"] = {}
@@ -262,14 +263,15 @@ class Op:
 
     # Running
 
-    def __call__(self, like: Hashable = None, /, **given: Any) -> Any:
-        """Call by keyword; omitted arguments have their defaults. Finds the call plan, or makes one, and runs
-        it.
+    def __call__(self, **given: Any) -> Any:
+        """Call by keyword; omitted arguments have their defaults."""
+        return self.run_like(None, given)
 
-        Plain tensors outside any tracing go past the `torch.library` op, because the dispatcher's hops to a
-        Python body cost tens of microseconds. For a known cache key nothing is checked or chosen again. A
-        caller who knows that calls have the same key says so by `like`, which is then not computed.
-        """
+    def run_like(self, like: Hashable, given: Args) -> Any:
+        """Find the call plan, or make one, and run it. Plain tensors outside any tracing go past the
+        `torch.library` op, because the dispatcher's hops to a Python body cost tens of microseconds. For a
+        known cache key nothing is checked or chosen again. A caller who knows that calls have the same key
+        says so by `like`; then it is not computed."""
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
@@ -446,8 +448,7 @@ class Op:
         return backend_named(self.contract, self.backends, name)
 
     def explain(self, **given: Any) -> Explanation:
-        """Which backend would run this call, and why not the others. Validates like a call; launches
-        nothing."""
+        """Which backend would run this call, and why not the others. Checks it, and launches nothing."""
         values = self.bind(given)
         args, _ = self._validated(values)
         controls, device = _pop_controls(args), values[0].device
@@ -455,13 +456,6 @@ class Op:
 
 
 _grad_enabled = torch.is_grad_enabled
-_dispatch_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_transform = torch._C._functorch.peek_interpreter_stack
-
-
-def is_watched() -> bool:
-    """Whether a dispatch mode, a trace or a transform is active, which must see every call."""
-    return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
 
 
 def _pop_controls(args: Args) -> Args:

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from isobit.frame.op import is_watched
+from isobit.frame.watched import is_watched
 
 #: Indices that are kept, those used last. A training step has a few micro-batches.
 MOST_KEPT = 16
