@@ -70,6 +70,7 @@ UNTRACEABLE = {
     "gemm backward, triton-tree8": "len()",
     "experts backward, triton": "expand",
     "head, shards": "a slice that is empty",
+    "logp, shards": "an index None",
     "gated norm backward": "len()",
     "gates backward": "len()",
     **dict.fromkeys([name for name in CALLS if name.startswith("chunk backward")], "iterable"),
