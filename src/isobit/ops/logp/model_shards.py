@@ -127,9 +127,9 @@ def _states(cut: Shards, args: dict[str, Any]) -> Tensor:
     own = np.zeros((len(z), out.shape[1]), F32)
     with np.errstate(all="ignore"):  # infinities and NaN are valid
         for shard, (first, end) in enumerate(cut.bounds()):
-            found = _of_shard(z[:, first:end], rows.scale, order, splits)
+            of_rows = _of_shard(z[:, first:end], rows.scale, order, splits)
             for i in range(sums):
-                own[:, i * cut.count + shard] = found[i]
+                own[:, i * cut.count + shard] = of_rows[i]
     tokens = rows.ids - cut.column
     inside = (tokens >= 0) & (tokens < cut.columns)
     own[inside, -1] = z[inside, tokens[inside]]

@@ -110,8 +110,8 @@ def _on_a_rank(group: Group, trial: Trial, args: Args, cotangents: Sequence[Tens
 
 def _alone(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     V, P = args["logits"].shape[-1], _padded(args)
-    found = _results(trial, args | {"padded_vocab": P}, cotangents)
-    return found | {"gradient:logits": F.pad(found["gradient:logits"], (0, P - V))}
+    results = _results(trial, args | {"padded_vocab": P}, cotangents)
+    return results | {"gradient:logits": F.pad(results["gradient:logits"], (0, P - V))}
 
 
 def _other_sums(
