@@ -263,28 +263,24 @@ class Op:
 
     # Running
 
-    def __call__(self, **given: Any) -> Any:
-        """Call by keyword; omitted arguments have their defaults."""
-        return self.run_like(None, given)
-
-    def run_like(self, like: Hashable, given: Args) -> Any:
-        """Find the call plan, or make one, and run it. Plain tensors outside any tracing go past the
-        `torch.library` op, because the dispatcher's hops to a Python body cost tens of microseconds. For a
-        known cache key nothing is checked or chosen again. A caller who knows that calls have the same key
-        says so by `like`; then it is not computed."""
+    def __call__(self, *, alike: Hashable = None, **given: Any) -> Any:
+        """Call by keyword; omitted arguments have their defaults. Finds the call plan, or makes one, and runs
+        it. Plain tensors outside any tracing go past the `torch.library` op, because the dispatcher's hops to
+        a Python body cost tens of microseconds. For a known cache key nothing is checked or chosen again. A
+        caller who knows that calls have the same key says so by `alike`; then it is not computed."""
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
         key = plan = None
         watched = is_watched() or forward_ad._current_level >= 0
         if not watched:
-            if like is not None and self._planned_for == self.backends:
-                plan = self._plans.alike.get(like)
+            if alike is not None and self._planned_for == self.backends:
+                plan = self._plans.alike.get(alike)
             if plan is None:
                 key = cache_key_of(values, _grad_enabled())
                 plan = self._cached_plan(key)
-                if like is not None and plan is not None:
-                    remember(self._plans.alike, like, plan)
+                if alike is not None and plan is not None:
+                    remember(self._plans.alike, alike, plan)
         if plan is None:
             typed = self._typed(values)
             if typed is not values and not watched:  # for example, a numpy number has become a Python number

@@ -17,7 +17,7 @@ class Plans(dict[CacheKey, CallPlan]):
     def __init__(self, contract: Contract) -> None:
         super().__init__()
         self.families: dict[CacheKey, CallPlan] = {}
-        self.alike: dict[Any, CallPlan] = {}  # by what callers say of calls (`Op.run_like`)
+        self.alike: dict[Any, CallPlan] = {}  # by what callers say of calls (`Op.__call__`)
         self.into: dict[CacheKey, CallPlan] = {}  # by keys with the memory of a result (`isobit.frame.into`)
         self.varying: Varying | None = None
         self._contract = contract

@@ -120,8 +120,7 @@ def gated_delta_rule_step(
     T, pieces = q.shape[1], []
     whole = T // CHUNK * CHUNK if from_empty else 0
     if T <= CHUNK and not whole:
-        out: Tensor = rows.run_like(served.like, args | {"backend": served.backend})
-        return out
+        return rows(alike=served.like, **args, backend=served.backend)
     with torch.no_grad():
         if whole:
             pieces.append(_chunks(state, args, whole, served.backend))
