@@ -98,6 +98,26 @@ def test_a_predicate_counts_until_it_is_decided_again() -> None:
     assert unset_registers(code(*uniform, "UMOV UR11, UR17", HALF, ".L_x_1:", "EXIT")) == []
 
 
+def test_a_copy_of_a_predicate_stands_for_it() -> None:
+    copy, writes = (
+        "PLOP3.LUT P0, PT, PT, PT, UP0, 0x80, 0x0",
+        [f"@UP0 UMOV UR{r}, 0x1" for r in range(36, 40)],
+    )
+    others = [f"UMOV UR{r}, 0x2" for r in range(36, 40)]
+    after = (*others, ".L_x_1:", PRODUCT, "EXIT")
+    assert unset_registers(code(copy, *writes, "@P0 BRA `(.L_x_1)", *after)) == []
+    assert unset_registers(code(copy.replace("UP0", "!UP0"), *writes, "@!P0 BRA `(.L_x_1)", *after)) == []
+    for wrong in (
+        (copy, *writes, "@!P0 BRA `(.L_x_1)"),
+        (copy.replace("UP0", "UP1"), *writes, "@P0 BRA `(.L_x_1)"),
+        (copy.replace("0x80", "0xa8"), *writes, "@P0 BRA `(.L_x_1)"),  # or
+        (f"@P1 {copy}", *writes, "@P0 BRA `(.L_x_1)"),
+        (copy, *writes, "ISETP.GE.AND P0, PT, R4, R5, PT", "@P0 BRA `(.L_x_1)"),
+        (copy, "UISETP.GE.AND UP0, UPT, UR4, 0x1, UPT", *writes, "@P0 BRA `(.L_x_1)"),
+    ):
+        assert any("HGMMA" in line for line in unset_registers(code(*wrong, *after))), wrong
+
+
 def test_doubt_goes_through_a_loop() -> None:
     loop = (".L_x_0:", HALF, "UIADD3 UR10, UP1, UR10, 0x2, URZ", "@P0 BRA `(.L_x_0)", "EXIT")
     assert unset_registers(code("UMOV UR10, 0x1", "UMOV UR11, 0x1", *loop)) == []

@@ -22,6 +22,9 @@ _MATRIX = re.compile(r"gdesc\[UR(\d+)\]")
 _TARGET = re.compile(r"\.L_\w+")
 _PREDICATE = re.compile(r"!?UP\d")
 
+#: P0 = PT and PT and UP0.
+_COPY = re.compile(r"(U?P\d), U?PT, U?PT, U?PT, (!?U?P\d), 0x80, 0x0")
+
 #: On Hopper.
 _ALL = frozenset(range(64))
 
@@ -32,8 +35,9 @@ _BRANCHES = {"BRA", "BRX", "BRXU", "JMX", "EXIT", "RET"}
 
 
 #: What is known of a uniform register: it and the predicate under which it was written. Under ALWAYS it holds
-#: a value whatever the predicates were; under SOMETIMES it was written, but may hold something else.
-Fact = tuple[int, str]
+#: a value whatever the predicates were; under SOMETIMES it was written, but may hold something else. Of a
+#: predicate: the one that it is a copy of.
+Fact = tuple[int | str, str]
 ALWAYS, SOMETIMES = "", "?"
 
 #: Where it was seen: `wgmma` is Hopper's.
@@ -83,6 +87,12 @@ class Instruction:
     def decided(self) -> Set[str]:
         """Predicates that it writes. They come first, or after the register that it writes."""
         return {o.strip() for o in self.operands.split(",")[:2] if re.fullmatch(r"\s*U?P\d", o)}
+
+    @cached_property
+    def copied(self) -> set[Fact]:
+        """The predicate that is written and the one that it is a copy of, if that is what it does."""
+        match = None if self.predicate else _COPY.fullmatch(self.operands)
+        return {(match[1], match[2])} if match and self.parts[0].endswith("PLOP3") else set()
 
 
 def unset_registers(code: str) -> list[str]:
@@ -163,7 +173,7 @@ def _unset(blocks: dict[str, list[Instruction]]) -> dict[int, Instruction]:
         for each in blocks[name]:
             _step(facts, each)
         for after, holds in successors[name]:
-            there = _with_weaker(facts | {(r, ALWAYS) for r, under in facts if holds and under == holds})
+            there = _with_weaker(facts | {(r, ALWAYS) for r, under in facts if under in _same(facts, holds)})
             before = there & known.get(after, there)
             if after not in known or before != known[after]:
                 known[after] = before
@@ -174,23 +184,41 @@ def _unset(blocks: dict[str, list[Instruction]]) -> dict[int, Instruction]:
         for each in blocks[name]:
             enough = ALWAYS if each.parts[0].endswith("GMMA") else SOMETIMES
             for register in each.read:
-                if not {(register, enough), (register, each.predicate)} & facts:
+                if (register, enough) not in facts and not _written(facts, register, each.predicate):
                     result.setdefault(register, each)
             _step(facts, each)
     return result
 
 
+def _same(facts: set[Fact], predicate: str) -> set[str]:
+    """A predicate, and those that are known to have the same value."""
+    if not predicate:
+        return set()
+    pairs = {pair for to, of in facts if isinstance(to, str) for pair in _equal(to, of)}
+    return {predicate} | {b for a, b in pairs if a == predicate}
+
+
+def _equal(to: str, of: str) -> set[tuple[str, str]]:
+    """All that follows from a copy."""
+    return {(to, of), (of, to), (_opposite(to), _opposite(of)), (_opposite(of), _opposite(to))}
+
+
+def _written(facts: set[Fact], register: int, under: str) -> bool:
+    """Whether it holds a value where this predicate does."""
+    return any((register, each) in facts for each in (ALWAYS, *_same(facts, under)))
+
+
 def _with_weaker(facts: set[Fact]) -> set[Fact]:
     """What was written under some predicate was written sometimes."""
-    return facts | {(register, SOMETIMES) for register, _ in facts}
+    return facts | {(register, SOMETIMES) for register, _ in facts if isinstance(register, int)}
 
 
 def _step(facts: set[Fact], by: Instruction) -> None:
     """Change the facts before an instruction to those after it. A value made of doubtful ones is doubtful."""
     under = by.predicate
-    sound = all({(register, ALWAYS), (register, under)} & facts for register in by.read)
+    sound = all(_written(facts, register, under) for register in by.read)
     for register in by.written:
-        always = (register, ALWAYS) in facts or (register, _opposite(under)) in facts
+        always = _written(facts, register, _opposite(under))
         if not under or not sound:
             facts -= {fact for fact in facts if fact[0] == register}
         facts.add((register, SOMETIMES))
@@ -199,4 +227,5 @@ def _step(facts: set[Fact], by: Instruction) -> None:
             if under and always:
                 facts.add((register, ALWAYS))
     for predicate in by.decided:
-        facts -= {fact for fact in facts if fact[1].removeprefix("!") == predicate}
+        facts -= {fact for fact in facts if predicate in (fact[0], fact[1].removeprefix("!"))}
+    facts |= by.copied
