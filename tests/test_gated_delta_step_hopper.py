@@ -58,7 +58,7 @@ class Copies:
     def __init__(self, load: Any) -> None:
         self.load, self.open, self.groups = load, [], []
 
-    def async_copy_global_to_shared(self, to: Piece, source: Pointer, mask: Any) -> None:
+    def begin(self, to: Piece, source: Pointer, mask: Any) -> None:
         assert np.shape(source.at) == to.data.shape
         self.open.append((to, source, mask))
 
@@ -85,8 +85,8 @@ def on_a_cpu(args: dict[str, Any], backwards: bool = False) -> Tensor:
 
     copies = Copies(language.load)
     scope = device.scope(
-        kernels_hopper, gl=language, async_copy=copies, mma_v2=product, reinterpreted=Piece.reinterpret,
-        by_row=lambda columns: None,
+        kernels_hopper, gl=language, async_copy=copies, begin_copy=copies.begin, mma_v2=product,
+        reinterpreted=Piece.reinterpret, by_row=lambda columns: None,
     )  # fmt: skip
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:

@@ -23,6 +23,9 @@ from isobit.ops.gated_delta_rule.model import EPS
 from isobit.ops.gated_delta_rule_step import kernels_triton, state
 from isobit.ops.gated_delta_rule_step.kernels_hopper_keep import keep_kernel
 
+# Triton 3.9 has another name for it than 3.6 and 3.7.
+begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 CHUNK, TILE = gl.constexpr(state.CHUNK), gl.constexpr(16)
 
 _LOG2E, _EPS = gl.constexpr(LOG2E), gl.constexpr(float(EPS))
@@ -84,9 +87,7 @@ def copy_rows(to, start, rows, step, COLUMNS: gl.constexpr):
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     whole = reinterpreted(to, to.dtype, [CHUNK, COLUMNS], ROWS)
-    async_copy.async_copy_global_to_shared(
-        whole, start + j[:, None] * step + c[None, :], mask=(j < rows)[:, None] & (c >= 0)[None, :]
-    )
+    begin_copy(whole, start + j[:, None] * step + c[None, :], mask=(j < rows)[:, None] & (c >= 0)[None, :])
 
 
 @gluon.jit(do_not_specialize=[
@@ -153,14 +154,12 @@ def token_kernel(
     in_T = gl.arange(0, CHUNK * CHUNK, OF_T)
     # Up to the diagonal, by groups of 16 bytes.
     below = in_T // 4 % (CHUNK // 4) <= in_T // (4 * CHUNK)
-    async_copy.async_copy_global_to_shared(
-        T, inverse + at_rows * CHUNK + in_T, mask=below & (in_T < rows * CHUNK)
-    )
+    begin_copy(T, inverse + at_rows * CHUNK + in_T, mask=below & (in_T < rows * CHUNK))
     async_copy.commit_group()
     copy_rows(bvs, bv_rows + at_rows * V + tile * BV, rows, V, BV)
     if not full:
         i_S = gl.arange(0, K, gl.SliceLayout(1, OF_V))
-        async_copy.async_copy_global_to_shared(
+        begin_copy(
             S, start16 + (half * HV + hv) * K * V + (i_S[:, None] * V + e[None, :]),
             mask=(i_S >= 0)[:, None] & (e >= 0)[None, :] & held,
         )  # fmt: skip
