@@ -27,6 +27,7 @@ from isobit.kernels.hopper.descriptors import descriptor, matrix
 from isobit.kernels.hopper.pieces import barrier
 from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
+    fence_async_shared,
     gl,
     gluon,
     kernel,
@@ -178,6 +179,7 @@ def solve_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [SYSTEMS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(SYSTEMS):
         mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()  # TMA signals these barriers, and must see them initialised
     of_system = gl.arange(0, SYSTEMS, gl.SliceLayout(1, gl.SliceLayout(2, OF_BLOCK)))
     place, there = of_system.to(gl.int64) * 0, of_system * 0
     row, betas, gates = (), (), ()
