@@ -121,7 +121,7 @@ def test_a_begin_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -
     state, index, given = made(3), torch.tensor([2]), torch.ones(1, HV, K, V)
     monkeypatch.setattr(torch, "tensor", copied)
     state.begin(index, given, 5)
-    assert state.place.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 5, 5, 1]]
+    assert state.place.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 5, 5, 0]]
 
 
 @pytest.mark.parametrize(("sizes", "rule"), [
@@ -154,8 +154,6 @@ def test_calls_that_violate_the_contract() -> None:
         step(state, given, slots=torch.tensor([1, 1]))
     with pytest.raises(ContractError, match="must be from 0 to T=2; sequence 1 has 3"):
         step(state, given, lengths=torch.tensor([0, 3]))
-    with pytest.raises(ContractError, match="pass no lengths"):
-        step(state, given, lengths=torch.tensor([2, 2]), from_empty=True)
     with pytest.raises(ContractError, match="B=2 sequences, but the state has 1 slots"):
         step(made(1), given)
     step(state, given)

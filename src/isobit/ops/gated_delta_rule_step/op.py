@@ -26,7 +26,7 @@ from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, gated_delta_rule, not_on_the_cpu
+from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, not_on_the_cpu
 
 if TYPE_CHECKING:
     from isobit.ops.gated_delta_rule_step.state import DeltaState
@@ -66,7 +66,8 @@ def gated_delta_rule_step(
     Args:
         state: the state of the layer. The call adds rows to it.
         q, k: [B, T, H, K] in bf16 or fp16, the dtype of the state. T is the number of new tokens, 1 for plain
-            decoding. More than 64 are processed 64 at a time, unless `from_empty` holds.
+            decoding. Of many, whole chunks are computed by the kernels of `gated_delta_rule`, all at once,
+            wherever sequences are. The bits are the same.
         v: [B, T, HV, V], of the same dtype. HV is a multiple of H: groups of value heads share q and k.
         g: [B, T, HV] in bf16, fp16 or fp32: the natural logarithm of each token's decay, not summed; None is
             no decay.
@@ -78,9 +79,8 @@ def gated_delta_rule_step(
             outputs are 0. None is T for all.
         scale: factor on the output; None is K ** -0.5.
         use_qk_l2norm_in_kernel: divide each row of q and k by its norm first, and round it to their dtype.
-        from_empty: the slots are empty, so these tokens are the first of their sequences: prompts of one
-            length. Whole chunks are then computed by the kernels of `gated_delta_rule`, all at once. The bits
-            are the same.
+        from_empty: the slots are empty, so these tokens are the first of their sequences. It saves the
+            launches that complete chunks which are open. The bits are the same.
         validate: check slots, lengths and `from_empty` on a GPU too (a host sync). None checks on CPU
             tensors, and everywhere with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong
             results, but no access is out of bounds.
@@ -117,49 +117,36 @@ def gated_delta_rule_step(
     if scale is None:
         args["scale"] = q.shape[-1] ** -0.5
     args |= state.tensors()
-    T, pieces = q.shape[1], []
-    whole = T // CHUNK * CHUNK if from_empty else 0
-    if T <= CHUNK and not whole:
+    T = q.shape[1]
+    if T <= CHUNK and not (from_empty and T == CHUNK):
         return rows(alike=served.like, **args, backend=served.backend)
+    from isobit.ops.gated_delta_rule_step import chunks  # it takes a state apart, and this knows of none
+
     with torch.no_grad():
-        if whole:
-            pieces.append(_chunks(state, args, whole, served.backend))
-        for first in range(whole, max(T, 1), CHUNK):
-            pieces.append(rows(**_piece(args, first), backend=served.backend))
+        first = None
+        if not (state.slots and q.shape[0]):
+            pass
+        elif from_empty and lengths is None:
+            first = chunks.first_chunks(state, args, served.backend)
+        elif not chunks.by_rows_alone(state, T, from_empty):
+            return chunks.continued(state, args, served.backend, from_empty)
+        pieces = [] if first is None else [first]
+        for done in range(0 if first is None else first.shape[1], T, CHUNK):
+            pieces.append(rows(**_piece(args, done), backend=served.backend))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-
-def _chunks(state: "DeltaState", args: dict[str, Any], tokens: int, backend: str) -> Tensor:
-    """The first tokens of sequences, whole chunks, by the kernels of the forward."""
-    B, slots = args["q"].shape[0], args["slots"]
-    index = torch.arange(B, device=state.device) if slots is None else slots.long()
-    there = (index >= 0) & (index < state.slots)
-    at = index.clamp(0, max(state.slots - 1, 0))
-    seeded = state.is_seeded[at] & there
-    begun = torch.where(seeded[:, None, None, None], state.start[at, 0], 0.0)
-    first: dict[str, Any] = {
-        name: None if args[name] is None else args[name][:, :tokens] for name in _BY_TOKEN
-    }
-    options = {name: args[name] for name in ("scale", _L2NORM)}
-    out, end = gated_delta_rule(
-        **first, **options, initial_state=begun, output_final_state=True, validate=False, backend=backend
-    )
-    assert end is not None
-    state.begin(index, end, tokens // CHUNK)
-    return torch.where(there[:, None, None, None], out, 0.0)
 
 
 def _piece(args: dict[str, Any], first: int) -> dict[str, Any]:
     """The call for the 64 tokens from `first` on."""
-    here = {n: None if args[n] is None else args[n][:, first : first + CHUNK] for n in _BY_TOKEN}
+    here = {n: None if args[n] is None else args[n][:, first : first + CHUNK] for n in BY_TOKEN}
     lengths = args["lengths"]
     return args | here | {"lengths": None if lengths is None else lengths - first}
 
 
-_BY_TOKEN, _L2NORM = ("q", "k", "v", "g", "beta"), "use_qk_l2norm_in_kernel"
+BY_TOKEN, L2NORM = ("q", "k", "v", "g", "beta"), "use_qk_l2norm_in_kernel"
 
 
-@op("gated_delta_rule_step_rows", like=declared.params(*_BY_TOKEN, "slots", "lengths", _L2NORM))
+@op("gated_delta_rule_step_rows", like=declared.params(*BY_TOKEN, "slots", "lengths", L2NORM))
 def rows(
     scale: float,
     start: F32[Tensor, "N P HV K V; written"],
@@ -198,19 +185,13 @@ def _state(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("q", q, f"B={B} sequences, but the state has {state.slots} slots")
 
 
-def _empty(contract: Contract, args: dict[str, Any]) -> None:
-    if args["from_empty"] and args["lengths"] is not None:
-        rule = "is for prompts of one length, of which all T tokens are there: pass no lengths"
-        raise contract.error("from_empty", True, rule)
-
-
 def _scale(contract: Contract, args: dict[str, Any]) -> None:
     if args["scale"] is not None and not -1e38 <= args["scale"] <= 1e38:  # kernels take it in fp32
         raise contract.error("scale", args["scale"], "must be a finite number, -1e38 to 1e38")
 
 
 def _no_gradient(contract: Contract, args: dict[str, Any]) -> None:
-    for name in _BY_TOKEN:
+    for name in BY_TOKEN:
         if torch.is_grad_enabled() and args[name] is not None and args[name].requires_grad:
             rule = "no gradient goes through decoding: call it under torch.no_grad(), or detach() this"
             raise contract.error(name, args[name], rule)
@@ -241,7 +222,7 @@ def _few(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("q", args["q"], f"at most {CHUNK} tokens")
 
 
-declared.rule(_state, _empty, _scale, _no_gradient)
+declared.rule(_state, _scale, _no_gradient)
 declared.value_rule(_integers)
 rows.rule(_few)
 

@@ -177,6 +177,10 @@ class DeltaState:
             known = self._form = own, at, cache_key_of(own, False)
         return known[2]
 
+    def half(self, chunks: Tensor) -> Tensor:
+        """Where a chunk is stored, if so many are before it: the second index of the tensors."""
+        return chunks.long() & (self.start.shape[1] - 1)
+
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
         return {name: getattr(self, name) for name in TENSORS}
@@ -227,9 +231,9 @@ class DeltaState:
         self.begin(index, initial_state, 0)
 
     @torch.no_grad()
-    def begin(self, index: Tensor, states: Tensor, chunks: int) -> None:
-        """Put sequences at the start of a chunk: after `chunks` chunks, with these states [n, HV, K, V] in
-        fp32, in the slots [n]. Numbers outside the state have no effect."""
+    def begin(self, index: Tensor, states: Tensor, chunks: int | Tensor) -> None:
+        """Put sequences at the start of a chunk: after `chunks` chunks, one number or [n], with these states
+        [n, HV, K, V] in fp32, in the slots [n]. Numbers outside the state have no effect."""
         if not self.slots or not len(index):
             return
         there = (index >= 0) & (index < self.slots)
@@ -238,13 +242,14 @@ class DeltaState:
         some, first = there.any(), there.int().argmax()
         source = torch.where(there, torch.arange(len(index), device=self.device), first)
         to = torch.where(some, index[source].clamp(0, self.slots - 1), 0)
-        half = chunks & (self.start.shape[1] - 1)
-        for t in (self.start, self.start16):
-            t[to, half] = torch.where(some, states[source].to(t.dtype), t[to, half])
         # Written by kernels: a copy from the host would wait, and could not be captured into a graph.
-        place = torch.zeros(4, dtype=torch.int32, device=self.device)
-        place[CHUNKS : OLDEST + 1].fill_(chunks)
-        place[SEEDED:].fill_(1)
+        before = torch.zeros(len(index), dtype=torch.int32, device=self.device) + chunks
+        before = before.int()[source]
+        for t in (self.start, self.start16):
+            here = to, self.half(before)
+            t[here] = torch.where(some, states[source].to(t.dtype), t[here])
+        seeded = (before == 0) | self.is_seeded[to]
+        place = torch.stack((torch.zeros_like(before), before, before, seeded.int()), 1)
         self.place[to] = torch.where(some, place, self.place[to])
 
     @torch.no_grad()

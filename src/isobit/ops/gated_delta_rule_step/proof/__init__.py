@@ -83,12 +83,18 @@ MUTANTS = [
 
 
 def memory(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs and outputs: w, P, gates and 16 rows of A; the model copies the state."""
+    """Bytes beyond inputs and outputs: w, P, gates and 16 rows of A; the model copies the state. Of many
+    tokens, copies of their whole chunks one after another, what the forward makes of these, and states."""
     d = case.dims
     tokens = d["B"] * min(d["T"], CHUNK) * d["HV"]
+    heads, whole = d["B"] * d["HV"], 0
+    if d["T"] > CHUNK:
+        rows = 16 * (d["K"] + d["V"]) + 8 * CHUNK + 2 * d["K"] * d["V"] // CHUNK + 64
+        whole = heads * (d["T"] * rows + 32 * d["K"] * d["V"])
     if backend == "model":
-        return 64 * d["B"] * d["HV"] * (d["K"] * d["V"] + CHUNK * (d["K"] + d["V"] + CHUNK)) + (1 << 22)
-    return tokens * (2 * d["K"] + 2 * CHUNK + 8) + d["B"] * d["HV"] * 64 * CHUNK + (1 << 20)
+        own = d["K"] * d["V"] + max(d["T"], CHUNK) * (d["K"] + d["V"] + CHUNK)
+        return 64 * heads * own + whole + (1 << 22)
+    return tokens * (2 * d["K"] + 2 * CHUNK + 8) + heads * 64 * CHUNK + whole + (1 << 20)
 
 
 _ONE, _SEVERAL, _SMALL_ONE = (64, 1, 128, True), (1, 4, 64, False), (1, 1, 64, False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.gated_delta_rule.op import gated_delta_rule
+from isobit.ops.gated_delta_rule_step.chunks import kept
 from isobit.ops.gated_delta_rule_step.op import gated_delta_rule_step
 from isobit.ops.gated_delta_rule_step.proof.inputs import (
     BY_TOKEN,
@@ -15,6 +16,7 @@ from isobit.ops.gated_delta_rule_step.proof.inputs import (
     histories,
     lengths_of,
     slots_of,
+    tokens_of,
 )
 from isobit.ops.gated_delta_rule_step.state import CHUNK, DeltaState
 from isobit.spec.compare import OutputCheck, same_bits
@@ -33,6 +35,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     checks += in_pieces(trial, args, whole, after)
     checks += taken_back(trial, args, whole, after)
     checks += prompts(trial, args)
+    checks += long_prompts(trial, args)
     for layout in trial.proof.layouts:
         laid = trial.proof.lay_out(args, layout)
         checks.append(same_bits("0:out", stepped(trial, laid)[0], whole, f"layout {layout}"))
@@ -247,6 +250,47 @@ def prompts(trial: Trial, args: Args) -> list[OutputCheck]:
     checks = [same_bits("0:out", chunks, rows, what)]
     # A chunk that is full is closed with the next token: rows keep it, chunks do not.
     return checks + (same_slots(what, by_chunks, by_rows, [1]) if tokens % CHUNK else [])
+
+
+def long_prompts(trial: Trial, args: Args) -> list[OutputCheck]:
+    """Prompts of several chunks in one call, by sequences at different places, have the rows of a forward.
+    In pieces of 64 tokens, in two long ones and where they are the first of their sequences they leave the
+    same bits. Control: the rows of the chunk that was open, left out."""
+    state, backend = args["state"], backend_for(trial.backend, trial.device)
+    if trial.device.type == "cpu" and trial.backend != backend:
+        return []  # the model would compute it, which has cells of its own
+    B, gen = args["q"].shape[0], torch.Generator().manual_seed(7)
+    T = CHUNK + kept(state) + 6
+    lengths = torch.tensor([T - 61 * b % T for b in range(B)], device=trial.device)
+    many = args | tokens_of(trial.case, B, T, gen, trial.device) | {"lengths": lengths}
+
+    def after(given: Args, cuts: list[int], from_empty: bool = False) -> tuple[Tensor, DeltaState]:
+        own, outs = given["state"].clone(), []
+        for first, end in pairwise(cuts):
+            piece = part(given, slice(None), slice(first, end)) | {"state": own, "from_empty": from_empty}
+            outs.append(gated_delta_rule_step(**piece, backend=backend))
+        return torch.cat(outs, 1), own
+
+    whole, at_once = after(many, [0, T])
+    checks = as_forward(trial, many, whole)
+    empty = state.clone()
+    empty.reset()
+    fresh, first = after(many | {"state": empty}, [0, T])
+    for what, given, cuts, expected, other in (
+        ("64 at a time", many, [*range(0, T, CHUNK), T], whole, at_once),
+        ("5 first", many, [0, 5, T], whole, at_once),
+        ("as the first tokens", many | {"state": empty}, [], fresh, first),
+    ):
+        out, own = after(given, cuts or [0, T], from_empty=not cuts)
+        checks.append(same_bits("0:out", out, expected, f"{T} tokens, {what}"))
+        checks += same_slots(f"{T} tokens, {what}", own, other, used(args))
+        checks.append(same_bits("state:place", own.place, other.place, f"{T} tokens, {what}"))
+    if bool((state.place[slots_of(args), 0] % CHUNK > 0).any()):
+        closed = state.clone()
+        closed.place[:, 0] = 0
+        left_out = after(many | {"state": closed}, [0, T])[0]
+        checks.append(trial.control("a prompt without the rows of the open chunk", [whole], [left_out]))
+    return checks
 
 
 def borders(trial: Trial) -> list[OutputCheck]:
