@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_models import Drift, Run, forward_logits, made, prompts
 from isobit.integrations.hf import HFError, delta_nets, zero_drift
 from isobit.integrations.hf.trial import differing
+from isobit.layers.linear import DetLinear
+from no_waiting import NoWaiting
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
@@ -119,7 +122,7 @@ def by_torch(conv: Callable[..., Any]) -> Callable[..., Any]:
 def whole_batch(cls: Any, module: Any, hidden: Tensor, mask: Tensor | None) -> Any:
     """Padding is a token like any other."""
     B, T = hidden.shape[:2]
-    return cls(B, T, [T] * B)
+    return cls(B, T)
 
 
 # Padding, caches, beams
@@ -142,31 +145,58 @@ def test_where_the_padding_is_changes_no_bit(models: dict[str, Any]) -> None:
                 assert differing(made[b][mask[b].bool()], row) == 0
 
 
-def test_prompts_of_different_lengths_are_one_call_of_packed_sequences(
+def turns(counts: tuple[int, ...], T: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(what a layer gets, mask) of rows with so many tokens, the padding behind them."""
+    hidden = torch.randn(len(counts), T, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    mask = (torch.arange(T) < torch.tensor(counts)[:, None]).long()
+    return hidden.masked_fill(~mask.bool()[..., None], float("nan")), mask
+
+
+def test_a_second_turn_is_one_call_with_the_bits_of_one_forward(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their whole chunks; and what is behind these is one step of all rows."""
-    model, lengths = models["Qwen3_5"], (70, 3, 130)
-    calls: list[tuple[str, Any]] = []
-
-    def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            calls.append((name, options["cu_seqlens" if name == "forward" else "lengths"]))
-            return function(*args, **options)
-
-        return run
-
-    monkeypatch.setattr(delta_nets, "gated_delta_rule", counted(delta_nets.gated_delta_rule, "forward"))
+    """Of rows with different lengths, at different places: the op packs their whole chunks."""
+    model, calls = models["Qwen3_5"], list[tuple[list[int], bool]]()
     step = delta_nets.gated_delta_rule_step
-    monkeypatch.setattr(delta_nets, "gated_delta_rule_step", counted(step, "step"))
-    batch, mask = torch.zeros(3, 130, dtype=torch.int64), torch.zeros(3, 130, dtype=torch.int64)
-    for b, n in enumerate(lengths):
-        batch[b, 130 - n :], mask[b, 130 - n :] = prompts([n], seed=n)[0][0], 1
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append((options["lengths"].tolist(), options["from_empty"]))
+        return step(*args, **options)
+
+    lengths = [(70, 3, 10), (2, 140, 0)]
+    given = [turns(counts, max(counts) + 1, seed=i) for i, counts in enumerate(lengths)]
     with zero_drift(model), torch.no_grad():
-        calls.clear()  # those of its trial
-        model(batch, attention_mask=mask, use_cache=True, logits_to_keep=1)
-    made = [(name, given.tolist()) for name, given in calls]
-    assert made == [("forward", [0, 64, 64, 192]), ("step", [6, 3, 2])]
+        layer, cache = model.model.layers[0].linear_attn, DynamicCache(config=model.config)
+        monkeypatch.setattr(delta_nets, "gated_delta_rule_step", counted)
+        outs = [layer(x, cache_params=cache, attention_mask=mask) for x, mask in given]
+        assert calls == [([70, 3, 10], True), ([2, 140, 0], False)]
+        for b in range(3):
+            ours, row = (
+                torch.cat([each[b, : counts[b]] for each, counts in zip(rows, lengths, strict=True)])
+                for rows in (outs, [x for x, _ in given])
+            )
+            assert differing(ours, layer(row[None])[0]) == 0
+
+
+def test_decoding_makes_the_host_wait_for_nothing(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layer, between the ops: a token, and tokens with a mask that another layer has read."""
+    model, (first, mask), watch = models["Qwen3_5"], turns((5, 2), 5, seed=0), NoWaiting()
+    token, (more, again) = turns((1, 1), 1, seed=1)[0], turns((3, 4), 4, seed=2)
+    with zero_drift(model), torch.no_grad():
+        layer, cache = model.model.layers[0].linear_attn, DynamicCache(config=model.config)
+        layer(first, cache_params=cache, attention_mask=mask)
+        other = copy.deepcopy(cache)
+        expected = [layer(token, cache_params=other), layer(more, cache_params=other, attention_mask=again)]
+        for name in ("gated_delta_rule_step", "causal_conv1d", "delta_gates", "rms_norm_gated"):
+            monkeypatch.setattr(delta_nets, name, watch.outside(getattr(delta_nets, name)))
+        monkeypatch.setattr(DetLinear, "forward", watch.outside(DetLinear.forward))
+        with watch:
+            found = [layer(token, cache_params=cache), layer(more, cache_params=cache, attention_mask=again)]
+        assert all(differing(*pair) == 0 for pair in zip(found, expected, strict=True))
+        with pytest.raises(AssertionError, match="the host waits: tolist"), watch:
+            layer(more, cache_params=cache, attention_mask=again.clone())
 
 
 def test_beams_are_reordered_with_their_states(models: dict[str, Any]) -> None:

@@ -2,12 +2,13 @@
 
     convolution   isobit.causal_conv1d
     gates         isobit.delta_gates
-    recurrence    isobit.gated_delta_rule; with a cache, for what is not a whole chunk, gated_delta_rule_step
+    recurrence    isobit.gated_delta_rule; with a cache isobit.gated_delta_rule_step
     norm          isobit.rms_norm_gated
 
 Modules are known by their classes: no attribute says how they compute. Projections are linear layers, swapped
 like all others. Tokens that the mask excludes are taken out before the layer and get zeros after it, so
-chunks and the convolution begin at a row's first token, wherever the padding is.
+chunks and the convolution begin at a row's first token, wherever the padding is. How many tokens count is
+read on the host, once per forward. Without a mask, as for every decoded token, nothing waits for the device.
 
 What a layer keeps between calls is in transformers' own cache: the last inputs of the convolution in its
 `conv_states`, and the tensors of a `DeltaState` in its `recurrent_states`, one after another. All of them
@@ -17,7 +18,6 @@ device, resetting it) it does with these too. It does not crop a cache with recu
 
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from isobit.ops.causal_conv1d import causal_conv1d
 from isobit.ops.delta_gates import delta_gates
 from isobit.ops.gated_delta_rule import gated_delta_rule
 from isobit.ops.gated_delta_rule_step import gated_delta_rule_step
-from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
+from isobit.ops.gated_delta_rule_step.state import TENSORS, DeltaState
 from isobit.ops.rms_norm_gated import rms_norm_gated
 
 #: Classes of transformers that are served.
@@ -48,52 +48,76 @@ def refusal(module: nn.Module, reason: str) -> HFError:
 
 
 @dataclass(frozen=True)
+class Live:
+    """N tokens of a batch that count, one after another. On the device, but for the longest row."""
+
+    at: Tensor  # [N]: where they are in the flattened batch
+    bounds: Tensor  # [B + 1]: where rows begin among them
+    lengths: Tensor  # [B]
+    longest: int
+    place: Tensor  # [N]: where they are in rows of the longest's length that begin with their first token
+
+    @classmethod
+    def of(cls, counted: Tensor, most: int, longest: int) -> "Live":
+        """Of `most` tokens, as [B, T] bool: their number is given, so nothing here waits for it."""
+        (B, T), device = counted.shape, counted.device
+        lengths = counted.sum(1)
+        bounds = torch.zeros(B + 1, dtype=torch.int32, device=device)
+        torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
+        each = counted.flatten()
+        # One place more than there are, for whatever does not count.
+        to = torch.where(each, each.cumsum(0) - 1, most)
+        every = torch.arange(B * T, device=device)
+        at = torch.empty(most + 1, dtype=torch.int64, device=device).index_copy_(0, to, every)[:-1]
+        row = at // T
+        place = row * longest + torch.arange(most, device=device) - bounds[row]
+        return cls(at, bounds, lengths, longest, place)
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The tokens of a batch [B, T] that count: all of them, or one run in every row."""
 
     B: int
     T: int
-    lengths: list[int]
-    live: Tensor | None = None  # [N]: where they are in the flattened batch; None if all count
-    bounds: Tensor | None = None  # [B + 1]: where rows begin among them
+    live: Live | None = None  # None if all count
 
     @classmethod
     def of(cls, module: nn.Module, hidden: Tensor, mask: Tensor | None) -> "Tokens":
         """Reads the mask on the host once per forward: all layers get the same one."""
         B, T = hidden.shape[:2]
-        if mask is None:
-            return cls(B, T, [T] * B)
+        if mask is None or B * T == 0:
+            return cls(B, T)
         known = getattr(mask, "isobit_tokens", None)
         if known is None:
             if tuple(mask.shape) != (B, T):
                 raise refusal(module, f"attention_mask is {list(mask.shape)} for tokens of [{B}, {T}]")
-            counted = mask != 0
-            runs = (counted[:, 1:] & ~counted[:, :-1]).sum(1) + counted[:, 0]
-            lengths, most = counted.sum(1).tolist(), int(runs.amax()) if B else 0
-            if most > 1:
+            counted = (mask != 0).to(hidden.device)
+            runs, lengths = (counted[:, 1:] & ~counted[:, :-1]).sum(1) + counted[:, 0], counted.sum(1)
+            looks = torch.stack((runs.amax(), lengths.sum(), lengths.amax()))
+            most_runs, most, longest = map(int, looks.tolist())
+            if most_runs > 1:
                 rule = "attention_mask has padding between tokens of a row: put it in front of them all"
                 raise refusal(module, rule)
-            bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=hidden.device)
-            known = cls(B, T, lengths, counted.flatten().nonzero()[:, 0].to(hidden.device), bounds)
+            known = cls(B, T, Live.of(counted, most, longest))
             mask.isobit_tokens = known  # type: ignore[attr-defined]
         return known
 
+    @property
+    def bounds(self) -> Tensor | None:
+        """[B + 1]: where packed rows begin; None if they are not packed."""
+        return None if self.live is None else self.live.bounds
+
     def taken(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, N, ...], or x itself if all tokens count."""
-        return x if self.live is None else x.flatten(0, 1).index_select(0, self.live)[None]
+        return x if self.live is None else x.flatten(0, 1).index_select(0, self.live.at)[None]
 
     def put_back(self, x: Tensor) -> Tensor:
         """The way back: zeros where no token counts."""
         if self.live is None:
             return x
-        rows = x.new_zeros(self.B * self.T, *x.shape[2:]).index_copy(0, self.live, x[0])
+        rows = x.new_zeros(self.B * self.T, *x.shape[2:]).index_copy(0, self.live.at, x[0])
         return rows.unflatten(0, (self.B, self.T))
-
-    def part(self, first: list[int], count: list[int], device: torch.device) -> Tensor:
-        """[sum of count]: which of the tokens are those from `first` on of each row, so many."""
-        begins = [0, *accumulate(self.lengths)]
-        ranges = [torch.arange(begins[b] + first[b], begins[b] + first[b] + count[b]) for b in range(self.B)]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges]).to(device)
 
 
 # What is kept between calls
@@ -202,55 +226,37 @@ def _projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _forward(given: Given, bounds: Tensor | None, final: bool = False) -> tuple[Tensor, Tensor | None]:
-    return gated_delta_rule(*given, output_final_state=final, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
+def _forward(given: Given, bounds: Tensor | None) -> Tensor:
+    return gated_delta_rule(*given, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0]
 
 
 def _recurrence(given: Given, tokens: Tokens, past: Past | None) -> Tensor:
     """[B or 1, tokens, HV, V]."""
     if past is None:
-        return _forward(given, tokens.bounds)[0]
+        return _forward(given, tokens.bounds)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
         return _kept(given, tokens, past)
     if not past.fresh:
         raise refusal(past.module, "no gradient goes through a cache; train with use_cache=False")
     with torch.no_grad():
         _kept(tuple(t.detach() for t in given), tokens, past)  # type: ignore[arg-type]
-    return _forward(given, tokens.bounds)[0]
+    return _forward(given, tokens.bounds)
 
 
 def _kept(given: Given, tokens: Tokens, past: Past) -> Tensor:
-    """With the state. The whole chunks of new sequences go through the forward, which computes many at once;
-    what is behind them, and all tokens of sequences that have begun, through steps."""
-    device = given[0].device
-    whole = [n // CHUNK * CHUNK if past.fresh else 0 for n in tokens.lengths]
-    rest = [n - w for n, w in zip(tokens.lengths, whole, strict=True)]
-    flat = tuple(t.flatten(0, 1) for t in given)
-    out = torch.empty_like(flat[2])
-    state = past.state()
-    if any(whole):
-        index = tokens.part([0] * tokens.B, whole, device)
-        bounds = torch.tensor([0, *accumulate(whole)], dtype=torch.int32, device=device)
-        chosen: Any = tuple(t.index_select(0, index)[None] for t in flat)
-        made, final = _forward(chosen, bounds, final=True)
-        out.index_copy_(0, index, made[0])
-        begun = [b for b, n in enumerate(whole) if n]
-        assert final is not None
-        state.reset(begun, final[torch.tensor(begun, device=device)])
-    longest = max(rest, default=0)
-    if longest:
-        index = tokens.part(whole, rest, device)
-        places = [torch.arange(b * longest, b * longest + n) for b, n in enumerate(rest)]
-        place = torch.cat(places).to(device)
+    """With the state."""
+    live, state = tokens.live, past.state()
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "from_empty": past.fresh}
+    if live is None:
+        return gated_delta_rule_step(state, *given, **options)
+    rows = (tokens.B, live.longest)
 
-        def spread(t: Tensor) -> Tensor:
-            rows = t.new_zeros(tokens.B * longest, *t.shape[1:])
-            return rows.index_copy(0, place, t.index_select(0, index)).unflatten(0, (tokens.B, longest))
+    def spread(t: Tensor) -> Tensor:
+        empty = t.new_zeros(rows[0] * rows[1], *t.shape[2:])
+        return empty.index_copy(0, live.place, t[0]).unflatten(0, rows)
 
-        lengths = torch.tensor(rest, dtype=torch.int32, device=device)
-        made = gated_delta_rule_step(state, *map(spread, flat), lengths=lengths, use_qk_l2norm_in_kernel=True)
-        out.index_copy_(0, index, made.flatten(0, 1).index_select(0, place))
-    return out.unflatten(0, given[2].shape[:2])
+    made = gated_delta_rule_step(state, *map(spread, given), lengths=live.lengths, **options)
+    return made.flatten(0, 1).index_select(0, live.place)[None]
 
 
 class DetRMSNormGated(nn.Module):
