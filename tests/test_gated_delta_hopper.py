@@ -78,6 +78,23 @@ def test_states_may_be_at_the_places_of_tiles() -> None:
     assert torch.equal(with_launch[1], right[1]) and torch.equal(with_launch[2], right[2])
 
 
+def test_tokens_behind_the_last_bound_are_in_no_sequence() -> None:
+    """Decoding packs chunks into a place that is large enough for all, and only the device knows how many."""
+    args = made("ght", False)
+    end = sum(LENGTHS[:4])
+    args["cu_seqlens"] = args["cu_seqlens"].clamp(max=end)
+    for name in ("k", "w", "u", "g"):
+        args[name][:, end:] = float("nan")
+    given = [args[n] for n in ("k", "w", "u", "g", "gk", "initial_state", "cu_seqlens")]
+    chunks = args["k"].shape[1] // 64 + len(LENGTHS)
+    _, new, final = on_a_cpu(
+        args, carry=lambda *rest: kernels_hopper.states(*given, None, chunks, *rest[9:], 2)
+    )
+    _, right, last = model.fwd_h(**args)
+    assert torch.equal(new[:, :end], right[:, :end]) and torch.equal(final, last)
+    assert torch.equal(final[4:], args["initial_state"][4:])
+
+
 @pytest.mark.parametrize("who", range(5))
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("mode", ["ht", "gkht"])

@@ -66,6 +66,14 @@ def test_has_the_bits_of_the_class(
     assert torch.equal(on_a_cpu(k, beta, sums(g, k, cu), cu), right(k, beta, g, cu))
 
 
+def test_tokens_behind_the_last_bound_are_in_no_sequence() -> None:
+    k, beta, _ = drawn(1, 140, 1, 3, 64, False)
+    k[:, 70:] = beta[:, 70:] = float("nan")
+    cu = torch.tensor([0, 3, 70, 70], dtype=torch.int32)
+    found = on_a_cpu(k, beta, None, cu)
+    assert torch.equal(found[:, :70], right(k, beta, None, cu)[:, :70]) and bool((found[:, 70:] == 7.0).all())
+
+
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_in_its_rows(wrong: float) -> None:
     """A row of T has what the class says, and rows before it have the bits that they have without."""
