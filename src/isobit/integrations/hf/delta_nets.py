@@ -58,19 +58,19 @@ class Live:
     place: Tensor  # [N]: where they are in rows of the longest's length that begin with their first token
 
     @classmethod
-    def of(cls, counted: Tensor, most: int, longest: int) -> "Live":
-        """Of `most` tokens, as [B, T] bool: their number is given, so nothing here waits for it."""
+    def of(cls, counted: Tensor, total: int, longest: int) -> "Live":
+        """Of `total` tokens, as [B, T] bool: their number is given, so nothing here waits for it."""
         (B, T), device = counted.shape, counted.device
         lengths = counted.sum(1)
         bounds = torch.zeros(B + 1, dtype=torch.int32, device=device)
         torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
         each = counted.flatten()
         # One place more than there are, for whatever does not count.
-        to = torch.where(each, each.cumsum(0) - 1, most)
+        to = torch.where(each, each.cumsum(0) - 1, total)
         every = torch.arange(B * T, device=device)
-        at = torch.empty(most + 1, dtype=torch.int64, device=device).index_copy_(0, to, every)[:-1]
+        at = torch.empty(total + 1, dtype=torch.int64, device=device).index_copy_(0, to, every)[:-1]
         row = at // T
-        place = row * longest + torch.arange(most, device=device) - bounds[row]
+        place = row * longest + torch.arange(total, device=device) - bounds[row]
         return cls(at, bounds, lengths, longest, place)
 
 
@@ -95,11 +95,11 @@ class Tokens:
             counted = (mask != 0).to(hidden.device)
             runs, lengths = (counted[:, 1:] & ~counted[:, :-1]).sum(1) + counted[:, 0], counted.sum(1)
             looks = torch.stack((runs.amax(), lengths.sum(), lengths.amax()))
-            most_runs, most, longest = map(int, looks.tolist())
+            most_runs, total, longest = map(int, looks.tolist())
             if most_runs > 1:
                 rule = "attention_mask has padding between tokens of a row: put it in front of them all"
                 raise refusal(module, rule)
-            known = cls(B, T, Live.of(counted, most, longest))
+            known = cls(B, T, Live.of(counted, total, longest))
             mask.isobit_tokens = known  # type: ignore[attr-defined]
         return known
 

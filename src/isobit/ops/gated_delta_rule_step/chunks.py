@@ -73,7 +73,7 @@ class Shares(NamedTuple):
     @classmethod
     def of(cls, state: DeltaState, there: Tensor, at: Tensor, lengths: Tensor | None, T: int) -> "Shares":
         total = torch.where(there, T if lengths is None else lengths.long().clamp(0, T), 0)
-        # As kernels do: totals that are not valid give wrong results, but no access is out of bounds.
+        # As kernels do: counts that are not valid give wrong results, but no access is out of bounds.
         rows = state.place[at, ROWS].long().clamp(0, CHUNK)
         opened = rows > 0
         to_border = torch.where(opened, CHUNK - rows, 0)
