@@ -22,10 +22,14 @@ pytestmark = [
 BF16 = torch.bfloat16
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "Qwen2Moe": {  # and a shared expert, with a gate of its own
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # sinks; a window in one of two layers
-}
+}  # fmt: skip
 RUNS = [Run(3, True, "dynamic", 4), Run(8, False, "static", None)]
 
 

@@ -22,7 +22,8 @@ NAME = "isobit"
 
 #: Classes of experts with gates first and no bias: those of transformers that are served.
 EXPERTS = (
-    "Qwen3MoeExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts", "MixtralExperts", "OlmoeExperts",
+    "Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts", "MixtralExperts",
+    "OlmoeExperts",
 )  # fmt: skip
 
 #: With weights [E, K, N], gate and up as every other column, biases, and a clamped activation.
@@ -47,6 +48,7 @@ class Routing(NamedTuple):
 
 
 ROUTERS = {
+    "Qwen2MoeTopKRouter": Routing(None, True),
     "Qwen3MoeTopKRouter": Routing(None, True),
     "Qwen3NextTopKRouter": Routing(None, True),
     "Qwen3_5MoeTopKRouter": Routing(True, True),
