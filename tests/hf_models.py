@@ -36,8 +36,8 @@ def made(family: str, **options: Any) -> Any:
     name = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
     config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(family, {}) | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # weights of norms, and biases: neither all ones nor all zeros
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or name.endswith("_bias"):  # weights of norms, biases: not all ones or zeros
             parameter.data += 0.2 * torch.randn(parameter.shape)
         parameter.data = parameter.data.bfloat16()
     model.generation_config.eos_token_id = None  # all rows decode to the end
