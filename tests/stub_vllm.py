@@ -3,6 +3,7 @@
 `make engines` runs the real one. This is for what needs no engine: names, switching on and off, refusals.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,10 +58,21 @@ class LinearBase(PluggableLayer):
     def __init__(self, inputs: int, outputs: int, method: Any = UnquantizedLinearMethod) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs).bfloat16(), requires_grad=False)
+        self.bias: nn.Parameter | None = None
         self.quant_method = method()
 
+    @classmethod
+    def of(cls, *layers: Any) -> "LinearBase":
+        """With the weights and biases of linear layers, one behind another."""
+        made = cls(*reversed(layers[0].weight.shape))
+        for name in ("weight", "bias"):
+            if getattr(layers[0], name, None) is not None:
+                joined = torch.cat([getattr(layer, name).data for layer in layers])
+                setattr(made, name, nn.Parameter(joined, requires_grad=False))
+        return made
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.quant_method.apply(self, x)
+        return self.quant_method.apply(self, x, self.bias)
 
 
 class VocabParallelEmbedding(LinearBase):
@@ -96,6 +108,18 @@ class RotaryEmbedding(CustomOp):
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
     scaling_factor, low_freq_factor, high_freq_factor, orig_max_position = 8.0, 1.0, 4.0, 64
+
+
+class YaRNScalingRotaryEmbedding(RotaryEmbedding):
+    """As GPT-OSS makes it: with a table in fp32, of more positions than `max_position_embeddings`."""
+
+    scaling_factor, beta_fast, beta_slow, truncate = 4.0, 32.0, 1.0, False
+    max_position_embeddings, base, extrapolation_factor = 75, 150000.0, 1
+    mscale = 0.1 * math.log(4.0) + 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cos_sin_cache = self.cos_sin_cache.float()
 
 
 class ApplyRotaryEmb(CustomOp):
@@ -318,6 +342,7 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         v.ACTIVATION: {"SiluAndMul": SiluAndMul},
         v.ROTARY: {"RotaryEmbedding": RotaryEmbedding},
         v.ROTARY_LLAMA3: {"Llama3RotaryEmbedding": Llama3RotaryEmbedding},
+        v.ROTARY_YARN: {"YaRNScalingRotaryEmbedding": YaRNScalingRotaryEmbedding},
         v.ROTARY_COMMON: {"ApplyRotaryEmb": ApplyRotaryEmb},
         v.LOGITS: {"LogitsProcessor": LogitsProcessor},
         v.ATTENTION: {"Attention": Attention},

@@ -366,11 +366,18 @@ def test_rotary_embeddings_are_those_of_transformers(engine: dict[str, ModuleTyp
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }  # fmt: skip
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 75,
+    }  # fmt: skip
     with vllm.enable():
-        both = rotated(stub.RotaryEmbedding, plain), rotated(stub.Llama3RotaryEmbedding, scaled)
-    for mine, theirs in both:
+        found = [
+            rotated(stub.RotaryEmbedding, plain), rotated(stub.Llama3RotaryEmbedding, scaled),
+            rotated(stub.YaRNScalingRotaryEmbedding, yarn),
+        ]  # fmt: skip
+    for mine, theirs in found:
         assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
-    assert not torch.equal(both[0][0][0], both[1][0][0])
+    assert not torch.equal(found[0][0][0], found[1][0][0])
 
 
 def test_a_rotary_module_that_models_share_stays_vllms_own(engine: dict[str, ModuleType]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import isobit
 import stub_vllm as stub
@@ -27,6 +29,12 @@ pytestmark = [
 
 #: Families of transformers: the block of vLLM, what their config has, and whether weights are normalised.
 FAMILIES: dict[str, tuple[type[moe.Block], dict[str, Any], bool]] = {
+    "Qwen2Moe": (
+        moe.Qwen2MoeSparseMoeBlock,
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+        False,
+    ),
     "Qwen3Moe": (
         moe.Qwen3MoeSparseMoeBlock,
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
@@ -34,7 +42,8 @@ FAMILIES: dict[str, tuple[type[moe.Block], dict[str, Any], bool]] = {
     ),
     "Mixtral": (moe.MixtralMoE, {"num_local_experts": 4, "num_experts_per_tok": 2}, True),
     "Olmoe": (moe.OlmoeMoE, {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}, False),
-}
+    "GptOss": (moe.MLPBlock, {"num_local_experts": 4, "num_experts_per_tok": 2}, True),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,21 +66,43 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
     pass
 
 
-ENGINES = {"Qwen3Moe": Qwen3MoeForCausalLM, "Mixtral": MixtralForCausalLM, "Olmoe": OlmoeForCausalLM}
+class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
+    pass
+
+
+class GptOssForCausalLM(Qwen3MoeForCausalLM):
+    pass
+
+
+ENGINES = {
+    "Qwen2Moe": Qwen2MoeForCausalLM, "Qwen3Moe": Qwen3MoeForCausalLM, "Mixtral": MixtralForCausalLM,
+    "Olmoe": OlmoeForCausalLM, "GptOss": GptOssForCausalLM,
+}  # fmt: skip
 
 
 def block_of(kind: type[moe.Block], theirs: Any, normalize: bool) -> moe.Block:
     """A block of vLLM with the weights of one of transformers."""
-    gate = stub.LinearBase(*reversed(theirs.gate.weight.shape))
-    gate.weight.data.copy_(theirs.gate.weight)
-    own = theirs.experts
-    return kind(gate, own.gate_up_proj.data, own.down_proj.data, theirs.gate.top_k, normalize)
+    router, own, shared = getattr(theirs, kind.name), theirs.experts, None
+    weights = (own.gate_up_proj.data, own.down_proj.data)
+    if kind is moe.MLPBlock:  # vLLM has them transposed
+        weights = (*(w.mT.contiguous() for w in weights), own.gate_up_proj_bias, own.down_proj_bias)
+    if kind is moe.Qwen2MoeSparseMoeBlock:
+        mlp, linear = theirs.shared_expert, stub.LinearBase.of
+        shared = moe.Qwen2MoeMLP(
+            linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj), stub.SiluAndMul(),
+            linear(theirs.shared_expert_gate),
+        )  # fmt: skip
+    return kind(stub.LinearBase.of(router), weights, router.top_k, normalize, shared)
 
 
-def a_block() -> moe.Block:
+def a_block(kind: type[moe.Block] = moe.Qwen3MoeSparseMoeBlock) -> moe.Block:
     torch.manual_seed(3)
-    gate_up, down = (torch.randn(shape).bfloat16() for shape in ((4, 64, 48), (4, 48, 32)))
-    return moe.Qwen3MoeSparseMoeBlock(stub.LinearBase(48, 4), gate_up, down, 2, True)
+    sizes = [(4, 64, 48), (4, 48, 32)] + ([(4, 64), (4, 48)] if kind is moe.MLPBlock else [])
+    weights, shared = tuple(torch.randn(size).bfloat16() for size in sizes), None
+    if kind is moe.Qwen2MoeSparseMoeBlock:
+        gate_up, down, gate = (stub.LinearBase(*size) for size in ((48, 64), (32, 48), (48, 1)))
+        shared = moe.Qwen2MoeMLP(gate_up, down, stub.SiluAndMul(), gate)
+    return kind(stub.LinearBase(48, 4), weights, 2, True, shared)
 
 
 # Bits
@@ -84,8 +115,16 @@ def in_pieces(block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def logps(model: Any, ids: Tensor, blocks: list[Callable[[Tensor], Tensor]]) -> Tensor:
     """Of the tokens of a row, in a model whose layers of experts these blocks compute."""
+
+    def instead(own: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        def hook(module: nn.Module, given: Any, out: Any) -> Any:
+            ours = own(given[0][0])[None]
+            return (ours, out[1]) if isinstance(out, tuple) else ours
+
+        return hook
+
     hooks = [
-        layer.mlp.register_forward_hook(lambda module, given, out, own=own: own(given[0][0])[None])
+        layer.mlp.register_forward_hook(instead(own))
         for layer, own in zip(model.model.layers, blocks, strict=False)
     ]
     try:
@@ -112,19 +151,40 @@ def test_log_probabilities_are_those_of_the_trainer(engine: dict[str, ModuleType
     assert (control - wanted).abs().mean() < 0.3  # of the same function
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_another_rounding_of_the_weights_has_other_bits(
+    engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Mixtral keeps them in fp32, others round them: the class of a block decides. A row alone has its bits,
+    and so has a row among others in another order."""
+    kind = FAMILIES[family][0]
+    x = torch.randn(40, 48).bfloat16()
+    with vllm.enable():
+        served = loaded(ENGINES[family](a_block(kind))).layers[0]
+    ours, order = served(x), torch.randperm(40)
+    assert torch.equal(ours[7:8], served(x[7:8])) and torch.equal(ours[order], served(x[order]))
+    key = (kind.__module__, kind.__name__)
+    own = experts.BLOCKS[key]
+    monkeypatch.setitem(experts.BLOCKS, key, own._replace(narrow=not own.narrow))
+    with vllm.enable():
+        other = loaded(ENGINES[family](a_block(kind))).layers[0]
+    assert not torch.equal(ours, other(x))
+
+
+def test_a_shared_expert_that_is_rounded_once_has_other_bits(
     engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixtral keeps them in fp32, Qwen 3 rounds them: the class of a block decides."""
-    plain, x = a_block(), torch.randn(40, 48).bfloat16()
+    """As a compiler would write the three operations."""
+
+    def joined(routed: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+        return (routed.float() + torch.sigmoid(gate.float()) * shared.float()).to(routed.dtype)
+
     with vllm.enable():
-        served = loaded(Qwen3MoeForCausalLM(plain)).layers[0]
-    ours = served(x)
-    key = ("vllm.model_executor.models.qwen3_moe", "Qwen3MoeSparseMoeBlock")
-    monkeypatch.setitem(experts.BLOCKS, key, experts.Block(narrow=False))
-    with vllm.enable():
-        other = loaded(Qwen3MoeForCausalLM(a_block())).layers[0]
-    assert torch.equal(ours[7:8], served(x[7:8])) and not torch.equal(ours, other(x))
+        block = loaded(Qwen2MoeForCausalLM(a_block(moe.Qwen2MoeSparseMoeBlock))).layers[0]
+    x = torch.randn(40, 48).bfloat16()
+    ours = block(x)
+    monkeypatch.setattr(experts, "add_shared_expert", joined)
+    assert not torch.equal(block(x), ours)
 
 
 def test_a_block_computes_with_the_weights_of_now(engine: dict[str, ModuleType]) -> None:
@@ -138,13 +198,36 @@ def test_a_block_computes_with_the_weights_of_now(engine: dict[str, ModuleType])
     assert torch.equal(block(x), before)
 
 
-def test_compiled_code_has_the_bits(engine: dict[str, ModuleType]) -> None:
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe", "GptOss"])
+def test_compiled_code_has_the_bits(engine: dict[str, ModuleType], family: str) -> None:
+    """Nothing is left between isobit's ops that a compiler could join and round once."""
+    seen: set[str] = set()
+
+    def run(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
     with vllm.enable() as on:
-        block = loaded(Qwen3MoeForCausalLM(a_block())).layers[0]
+        block = loaded(ENGINES[family](a_block(FAMILIES[family][0]))).layers[0]
     x = torch.randn(5, 48).bfloat16()
     wanted = block(x)
-    traced = torch.compile(lambda x: block(x) * 2, backend="aot_eager", fullgraph=True)
-    assert torch.equal(traced(x), 2 * wanted) and on.served == 1
+    traced = torch.compile(block.forward, backend=aot_autograd(fw_compiler=run), fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(traced(x), wanted) and on.served == 1
+    moved = (
+        "getitem",
+        "view",
+        "slice",
+        "split",
+        "detach",
+        "empty",
+        "clone",
+        "select",
+        "unsqueeze",
+        "permute",
+    )
+    others = [name for name in seen if "isobit" not in name and not any(part in name for part in moved)]
+    assert not others and any("det_grouped_linear" in name for name in seen)
 
 
 def test_an_engine_that_returns_experts_gets_them(engine: dict[str, ModuleType]) -> None:
@@ -195,7 +278,7 @@ ROUTED = "experts.routed_experts"
         (_set(f"{ROUTED}.local_num_experts", 2), "expert or sequence parallelism"),
         (_set("experts.router", moe.GroupedTopKRouter(2, True)), "its router is GroupedTopKRouter"),
         (_set("experts.router.eplb_state", object()), "load balancing"),
-        (_set("experts.shared_experts", nn.Identity()), "shared_experts is Identity, and not None"),
+        (_set("experts.shared_experts", nn.Identity()), "shared_experts is Identity, and in transformers"),
         (_set("experts.routed_scaling_factor", 2.5), "routed_scaling_factor is 2.5"),
         (_set(f"{ROUTED}.scoring_func", "sigmoid"), "scoring_func is 'sigmoid'"),
         (_set(f"{ROUTED}.e_score_correction_bias", torch.zeros(4)), "e_score_correction_bias is Tensor"),
@@ -220,6 +303,48 @@ def test_what_cannot_have_the_bits_is_refused_by_name(
     assert "layers.0: " in str(error.value)
 
 
+GPT, SHARED = moe.MLPBlock, moe.Qwen2MoeSparseMoeBlock
+
+
+def in_mxfp4(block: Any) -> None:
+    block.experts.routed_experts.quant_method = moe.GptOssMxfp4MoEMethod()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        (GPT, in_mxfp4, "those of GptOssMxfp4MoEMethod: quantised, or of another kind; load a checkpoint "
+         "whose experts are in bf16 or fp16: transformers writes one of GPT-OSS, by from_pretrained with "
+         "Mxfp4Config(dequantize=True)"),
+        (GPT, _set("experts.moe_config.ep_size", 2), "ep_size=2; run the engine on one GPU"),
+        (GPT, _set("experts.router.eplb_state", object()), "(load balancing): pass enable_eplb=False"),
+        (GPT, _set("experts.router", moe.GroupedTopKRouter(2, True)), "without groups"),
+        (GPT, _set("experts.router.renormalize", False), "its router does not normalise weights"),
+        (GPT, _set("experts.moe_config.has_bias", False), "its experts have no biases"),
+        (GPT, _set(f"{ROUTED}.activation", moe.Activation.SILU), "its activation is silu, and not swigluoai"),
+        (GPT, _set(f"{ROUTED}.swiglu_limit", 5.0), "swiglu_limit is 5.0"),
+        (GPT, _set(f"{ROUTED}.w2_bias", torch.zeros(4, 64).bfloat16()), "padded, or in another order"),
+        (GPT, _set(f"{ROUTED}.w13_bias", torch.zeros(4, 64)), "experts are torch.float32"),
+        (GPT, _set("router", nn.Linear(48, 4)), "its router is a Linear"),
+        (SHARED, _set("shared_expert", None), "its shared_expert is None, and not Qwen2MoeMLP"),
+        (SHARED, _set("experts.shared_experts", None), "of its runner are not its shared_expert"),
+        (SHARED, _set("shared_expert.expert_gate", None), "is not its shared_expert_gate"),
+        (SHARED, _set("shared_expert.act_fn", nn.Identity()), "of its shared_expert is Identity"),
+        (SHARED, _set("shared_expert.down_proj.tp_size", 2), "shared_expert.down_proj: it is split over 2"),
+        (SHARED, _set("shared_expert.gate_up_proj.quant_method", stub.Fp8LinearMethod()), "of Fp8Linear"),
+    ],
+)  # fmt: skip
+def test_what_these_blocks_cannot_be_is_refused_by_name(
+    engine: dict[str, ModuleType], kind: type[moe.Block], change: Callable[[Any], None], reason: str
+) -> None:
+    block = a_block(kind)
+    change(block)
+    model = GptOssForCausalLM if kind is GPT else Qwen2MoeForCausalLM
+    with vllm.enable(), pytest.raises(vllm.VLLMError, match=re.escape(reason)) as error:
+        loaded(model(block))
+    assert "layers.0: " in str(error.value)
+
+
 def test_a_config_that_vllm_does_not_read_is_refused(engine: dict[str, ModuleType]) -> None:
     plain = {"model_type": "olmoe", "rms_norm_eps": 1e-5, "norm_topk_prob": False, "clip_qkv": None}
     with vllm.enable():
@@ -231,6 +356,34 @@ def test_a_config_that_vllm_does_not_read_is_refused(engine: dict[str, ModuleTyp
         ):
             with pytest.raises(vllm.VLLMError, match=re.escape(reason)):
                 loaded(OlmoeForCausalLM(a_block()), model={"hf_config": SimpleNamespace(**plain | other)})
+
+
+@pytest.mark.parametrize("family", ["GptOss", "Qwen2Moe"])
+def test_configs_of_other_models_than_vllm_computes_are_refused(
+    engine: dict[str, ModuleType], family: str
+) -> None:
+    config, block = getattr(transformers, f"{family}Config"), a_block(FAMILIES[family][0])
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    others: dict[str, list[tuple[dict[str, Any], str]]] = {
+        "GptOss": [
+            ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+            ({"swiglu_limit": 5.0}, "swiglu_limit=5.0, and vLLM computes it with 7.0"),
+            ({"attention_bias": False}, "attention_bias=False"),
+            ({"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, "vLLM repeats ['sliding_att"),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "computes it with 'yarn'"),
+            ({"rope_parameters": yarn | {"attention_factor": 2.0}}, "attention_factor=2.0 in rope"),
+        ],
+        "Qwen2Moe": [
+            ({"qkv_bias": False}, "qkv_bias=False, and vLLM computes it with True"),
+            ({"use_sliding_window": True, "num_hidden_layers": 2}, "use_sliding_window=True"),
+            ({"rope_parameters": yarn | {"mscale": 2.0}}, "mscale=2.0 in rope_parameters"),
+        ],
+    }  # fmt: skip
+    with vllm.enable():
+        loaded(ENGINES[family](block), model={"hf_config": config()})
+        for other, reason in others[family]:
+            with pytest.raises(vllm.VLLMError, match=re.escape(reason)):
+                loaded(ENGINES[family](block), model={"hf_config": config(**other)})
 
 
 def test_a_block_of_another_model_is_refused(engine: dict[str, ModuleType]) -> None:

@@ -59,6 +59,14 @@ EXPERTS = {
     },
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
     "Olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64},
+    "Qwen2Moe": {
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 1024, "head_dim": 64,
+    },
+    "GptOss": {  # sinks, YaRN, and a window in one of two layers that is shorter than most prompts
+        "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64,
+        "sliding_window": 128, "pad_token_id": None,
+    },
 }  # fmt: skip
 
 GRAPHS = "FULL_DECODE_ONLY"
@@ -210,25 +218,30 @@ def a_family(family, **options):
 def experts():
     for family, options in EXPERTS.items():
         a_family(family, **options)
-    given, folder = prompts()[:24], saved("Qwen3Moe", 2, **EXPERTS["Qwen3Moe"])
+    for family in ("Qwen3Moe", "Qwen2Moe", "GptOss"):
+        experts_otherwise(family, prompts()[:24], saved(family, 2, **EXPERTS[family]))
+
+
+def experts_otherwise(family, given, folder):
+    """With graphs, compiled, and without isobit."""
     trainer = vr.trainer_of(folder, DEVICE)
     graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": GRAPHS}}
     for name, settings in (("graphs", graphs), ("compiled", {})):
-        with CASES.attempt(f"experts, {name}"):
+        with CASES.attempt(f"{family}, {name}"):
             llm = engine(folder, enforce_eager=False, **settings)
             for count in (24, 1):
                 rows = vr.rollout(llm, given[:count], 0.7, NEW)
                 wanted = trained(trainer, given[:count], rows, token_logps, 0.7)
-                CASES.same(f"experts, {name}, {count} requests", rows, wanted)
+                CASES.same(f"{family}, {name}, {count} requests", rows, wanted)
             print(isobit.integrations.vllm.report())
             del llm
             vr.free()
     isobit.integrations.vllm.disable()
     try:
-        with CASES.attempt("control: experts without isobit"):
+        with CASES.attempt(f"control: {family} without isobit"):
             rows = vr.rollout(engine(folder), given, 0.0, NEW)
             wanted = trained(trainer, given, rows, token_logps)
-            CASES.same("control: experts without isobit", rows, wanted, control=True)
+            CASES.same(f"control: {family} without isobit", rows, wanted, control=True)
     finally:
         isobit.integrations.vllm.enable()
 

@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from isobit.integrations.vllm.groups import Group
-from isobit.integrations.vllm.versions import refusal
+from isobit.integrations.vllm.versions import GPT_OSS, refusal
 from isobit.ops.attention.into import attention_into
-from isobit.ops.attention.op import HEAD_SIZES
+from isobit.ops.attention.op import HEAD_SIZES, attention
+from isobit.ops.attention_sink import attention_sink
 
 
 def split(kv_cache: Tensor, head_size: int) -> tuple[Tensor, ...]:
@@ -33,13 +34,26 @@ def why_not(layer: Any) -> str | None:
         return f"heads of {impl.head_size} elements; isobit.attention takes {HEAD_SIZES}"
     if impl.alibi_slopes is not None:
         return "it has ALiBi slopes"
-    if getattr(impl, "sinks", None) is not None:
-        return "it has attention sinks"
+    if impl.sinks is not None and impl.holder is None:
+        return "it has attention sinks, which are served in GPT-OSS"
     if impl.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         return f"its cache is quantised: kv_cache_dtype={impl.kv_cache_dtype!r}"
     if impl.kv_sharing_target_layer_name is not None:
         return "it shares the cache of another layer"
     return None
+
+
+def has_sinks(module: Any) -> bool:
+    """Whether this is the module of GPT-OSS that has sinks as a parameter, and an `Attention` that reads
+    them. By name: the modules of models are imported only by those who have such a model."""
+    own = type(module)
+    return (own.__module__, own.__qualname__) == (GPT_OSS, "OAIAttention")
+
+
+def show_sinks(owner: Any) -> None:
+    """Attention is to read the parameter of its owner, which may be replaced, not what it was made with."""
+    if isinstance(owner.attn.impl, Served):
+        owner.attn.impl.holder = owner
 
 
 class Served:
@@ -54,6 +68,8 @@ class Served:
     alibi_slopes: Any
     kv_cache_dtype: str
     kv_sharing_target_layer_name: str | None
+    sinks: Tensor | None = None  # [H]
+    holder: Any = None  # the module whose parameter `sinks` is: it may get another one
 
     def forward(
         self,
@@ -93,7 +109,7 @@ class Served:
         }
         if group.prompts:
             own = query[tokens], key[tokens], value[tokens]
-            attention_into(out[tokens], *own, cu_seqlens_q=group.starts, **options)
+            self._write(out[tokens], *own, cu_seqlens_q=group.starts, **options)
             return
         keys, values = split(kv_cache, self.head_size)
         table = metadata.block_table[requests]
@@ -101,9 +117,18 @@ class Served:
             table = table[:, : -(-group.keys // keys.shape[1])]
         options |= {"key_end": metadata.seq_lens[requests], "block_table": table}
         if group.starts is None:
-            attention_into(out[tokens, None], query[tokens, None], keys, values, **options)
+            self._write(out[tokens, None], query[tokens, None], keys, values, **options)
         else:
-            attention_into(out[tokens], query[tokens], keys, values, cu_seqlens_q=group.starts, **options)
+            self._write(out[tokens], query[tokens], keys, values, cu_seqlens_q=group.starts, **options)
+
+    def _write(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+        """Attention, with one more logit per head if there are sinks."""
+        sinks = self.sinks if self.holder is None else self.holder.sinks
+        if sinks is None:
+            attention_into(out, q, k, v, **options)
+            return
+        x, lse = attention(q, k, v, return_lse=True, **options)
+        out.copy_(attention_sink(x, lse.transpose(-1, -2), sinks.data))
 
     def _check(self, metadata: Any) -> None:
         if getattr(metadata, "use_cascade", False):
@@ -115,7 +140,10 @@ class Served:
                 raise refusal(f"a call of attention has {name}, which isobit.attention does not have")
         window = getattr(metadata, "sliding_window", None)  # vLLM 0.26 has that of the layers here too
         if window is not None and _keys_seen(window) != self._window():
-            raise refusal(f"a call of attention has sliding_window={window}, not that of its layer")
+            raise refusal(
+                f"a call of attention has sliding_window={window}, not that of its "
+                "layer: leave disable_hybrid_kv_cache_manager at its default"
+            )
 
     def _window(self) -> int | None:
         return _keys_seen(self.sliding_window)

@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,12 @@ from isobit.ops.det_gemm import det_linear
 from isobit.ops.rms_norm import rms_norm
 from isobit.ops.swiglu import swiglu
 
-#: Models whose roundings in transformers are those of rope, swiglu and rms_norm(cast="before").
-MODELS = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM", "OlmoeForCausalLM",
-)  # fmt: skip
+#: Models whose roundings in transformers are those of rope, swiglu and rms_norm, with `cast` of their norms.
+MODELS: dict[str, Literal["before", "after"]] = {
+    "LlamaForCausalLM": "before", "MistralForCausalLM": "before", "Qwen2ForCausalLM": "before",
+    "Qwen3ForCausalLM": "before", "Qwen2MoeForCausalLM": "before", "Qwen3MoeForCausalLM": "before",
+    "MixtralForCausalLM": "before", "OlmoeForCausalLM": "before", "GptOssForCausalLM": "after",
+}  # fmt: skip
 
 #: Counts a call, by the name of what served it.
 Count = Callable[[str], None]
@@ -37,6 +38,7 @@ class Kind(NamedTuple):
     why_not: Callable[[Any], str | None]
     serve: Callable[[Any, Count], None]
     exact: bool  # subclasses compute something else
+    parts: bool = False  # its parts are modules that are served by themselves
 
 
 # Why a module cannot be served
@@ -65,15 +67,15 @@ def _norm(norm: Any) -> str | None:
 
 
 def _experts(block: Any) -> str | None:
-    gate = block.gate
-    if not isinstance(gate, v.find(v.LINEAR, "LinearBase")):
-        return f"its gate is a {type(gate).__name__}"
-    reason = _linear(gate)
-    return experts.why_not(block) if reason is None else f"its gate: {reason}"
+    return experts.why_not(block, _part)
 
 
-def _rotary(module: Any) -> str | None:
-    return None if module.is_neox_style else "it pairs neighbours, and not halves of a head"
+def _part(layer: Any) -> str | None:
+    """Of a linear layer in a block, to be put behind its name."""
+    if not isinstance(layer, v.find(v.LINEAR, "LinearBase")):
+        return f" is a {type(layer).__name__}"
+    reason = _linear(layer)
+    return None if reason is None else f": {reason}"
 
 
 def _logits(processor: Any) -> str | None:
@@ -101,14 +103,14 @@ def _plain(parameter: Tensor) -> Tensor:
     return parameter if torch.compiler.is_compiling() else parameter.data
 
 
-def _serve_norm(norm: Any, count: Count) -> None:
+def _serve_norm(norm: Any, count: Count, cast: Literal["before", "after"] = "before") -> None:
     eps = norm.variance_epsilon
 
     def forward(x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         count("isobit.rms_norm")
         if residual is None:
-            return rms_norm(x, norm.weight, eps=eps)
-        return rms_norm(x, norm.weight, residual=residual, eps=eps)
+            return rms_norm(x, norm.weight, eps=eps, cast=cast)
+        return rms_norm(x, norm.weight, residual=residual, eps=eps, cast=cast)
 
     norm.forward = forward
 
@@ -145,8 +147,9 @@ _KINDS: dict[tuple[str, str], Kind] = {
     (v.EMBEDDING, "VocabParallelEmbedding"): Kind(_linear, _serve_linear, False),
     (v.NORM, "RMSNorm"): Kind(_norm, _serve_norm, True),
     (v.ACTIVATION, "SiluAndMul"): Kind(_always, _serve_swiglu, True),
-    (v.ROTARY, "RotaryEmbedding"): Kind(_rotary, rotary.serve, True),
-    (v.ROTARY_LLAMA3, "Llama3RotaryEmbedding"): Kind(_rotary, rotary.serve, True),
+    (v.ROTARY, "RotaryEmbedding"): Kind(rotary.why_not, rotary.serve, True),
+    (v.ROTARY_LLAMA3, "Llama3RotaryEmbedding"): Kind(rotary.why_not, rotary.serve, True),
+    (v.ROTARY_YARN, "YaRNScalingRotaryEmbedding"): Kind(rotary.why_not, rotary.serve, True),
     (v.ROTARY_COMMON, "ApplyRotaryEmb"): Kind(_always, _nothing, True),
     (v.LOGITS, "LogitsProcessor"): Kind(_logits, _nothing, True),
     (v.ATTENTION, "Attention"): Kind(paged.why_not, _serve_attention, False),
@@ -155,10 +158,15 @@ _KINDS: dict[tuple[str, str], Kind] = {
 #: The blocks of `experts.BLOCKS`.
 _BLOCK = Kind(_experts, _serve_experts, True)
 
+#: `attention.has_sinks`: its attention reads them.
+_SINKS = Kind(_always, _nothing, True, parts=True)
+
 
 def _kind_of(module: nn.Module) -> Kind | None:
     if experts.block_of(module) is not None:
         return _BLOCK
+    if paged.has_sinks(module):
+        return _SINKS
     for (place, name), kind in _KINDS.items():
         theirs = v.find(place, name)
         if type(module) is theirs or (not kind.exact and isinstance(module, theirs)):
@@ -188,8 +196,11 @@ def refused(model: nn.Module) -> dict[str, str]:
         if _inside(name, known):
             continue
         kind = _kind_of(module)
+        if kind is _SINKS:
+            paged.show_sinks(module)
         if kind is not None:
-            known.add(name)
+            if not kind.parts:
+                known.add(name)
             reason = kind.why_not(module)
         else:
             reason = f"{type(module).__name__} is not served" if _computes(module) else None
@@ -201,15 +212,21 @@ def refused(model: nn.Module) -> dict[str, str]:
 def serve(model: nn.Module, refused: dict[str, str], count: Count) -> Counter[str]:
     """Replace all modules but those that are refused; returns how many there are of each class."""
     rotary.separate(model, _turns)
+    cast = MODELS.get(type(model).__name__, "before")
     served = Counter[str]()
     known: set[str] = set()
     for name, module in model.named_modules():
         kind = _kind_of(module)
         if kind is None or _inside(name, known):
             continue
+        if kind.parts:
+            continue
         known.add(name)
         if name not in refused and kind.serve is not _nothing:
-            kind.serve(module, count)
+            if kind.serve is _serve_norm:
+                _serve_norm(module, count, cast)
+            else:
+                kind.serve(module, count)
             served[type(module).__name__] += 1
     return served
 
@@ -248,7 +265,8 @@ def wrong_settings(
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
-    yield from experts.unlike_the_config(getattr(config.model_config, "hf_config", None))
+    for unlike in (experts.unlike_the_config, rotary.unlike_the_config):
+        yield from unlike(getattr(config.model_config, "hf_config", None))
     mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
     if logprobs == "linear_logp" and "logits" in mode:
         yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"
