@@ -13,6 +13,8 @@ llama        rotary embeddings of Llama 3.1
 mistral      a window
 qwen2        biases, and a head that is the embedding
 experts      Qwen3-MoE, Mixtral, OLMoE; Qwen3-MoE with graphs, compiled, and without isobit: a control
+qwen2_moe    a shared expert; with graphs, compiled, and without isobit: a control
+gpt_oss      sinks, a window in every other layer, YaRN, biases of experts; in the same ways
 steps        three optimizer steps, whose weights are copied, copied to new addresses, and reloaded
 log_softmax  log-probabilities of rounded logits, enable(logprobs="log_softmax")
 compiled     vLLM's default: compiled pieces, and graphs of them
@@ -65,7 +67,7 @@ EXPERTS = {
     },
     "GptOss": {  # sinks, YaRN, and a window in one of two layers that is shorter than most prompts
         "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64,
-        "sliding_window": 128, "pad_token_id": None,
+        "sliding_window": 128,
     },
 }  # fmt: skip
 
@@ -215,15 +217,12 @@ def a_family(family, **options):
             CASES.same(f"{family} at {temperature}", rows, wanted)
 
 
-def experts():
-    for family, options in EXPERTS.items():
-        a_family(family, **options)
-    for family in ("Qwen3Moe", "Qwen2Moe", "GptOss"):
-        experts_otherwise(family, prompts()[:24], saved(family, 2, **EXPERTS[family]))
-
-
-def experts_otherwise(family, given, folder):
-    """With graphs, compiled, and without isobit."""
+def experts(*families):
+    """The first of these also with graphs, compiled, and without isobit."""
+    for family in families:
+        a_family(family, **EXPERTS[family])
+    family, given = families[0], prompts()[:24]
+    folder = saved(family, 2, **EXPERTS[family])
     trainer = vr.trainer_of(folder, DEVICE)
     graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": GRAPHS}}
     for name, settings in (("graphs", graphs), ("compiled", {})):
@@ -303,7 +302,9 @@ STAGES = {
     "llama": lambda: a_family("Llama", rope_parameters=LLAMA_3_1),
     "mistral": lambda: a_family("Mistral", sliding_window=128),
     "qwen2": lambda: a_family("Qwen2", num_attention_heads=8, tie_word_embeddings=True),
-    "experts": experts,
+    "experts": lambda: experts("Qwen3Moe", "Mixtral", "Olmoe"),
+    "qwen2_moe": lambda: experts("Qwen2Moe"),
+    "gpt_oss": lambda: experts("GptOss"),
     "steps": steps,
     "log_softmax": log_softmax,
     "compiled": compiled,
