@@ -13,7 +13,7 @@ from isobit.drift import measure
 from row_by_row import made, planted, sequences
 from test_pages import report_of_a_check
 
-LOOK = Path(__file__).with_name("look.js").read_text()
+LOOK = f"({Path(__file__).with_name('look.js').read_text()})()"
 RESULTS = Path(__file__).parent.parent / "results" / "h200"
 
 FILES = ("check_linear_logp.json", "memcheck_linear_logp.json", "det_gemm.json", "logp.json")
