@@ -6,7 +6,7 @@ Run as a program under TRITON_INTERPRET=1 it saves those of the Triton kernels.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,10 @@ DEFAULTS: dict[str, tuple[torch.dtype, str | None]] = {
     "bf16 on meta": (BF16, "meta"),
     "fp32": (F32, None),
 }
+
+#: Those that kernels are called under in the interpreter, which takes the longest. What follows a dtype or a
+#: device alone follows it where both are set, too.
+IN_INTERPRETER = ("fp64", "bf16 on meta", "fp32")
 
 
 @contextmanager
@@ -213,12 +217,14 @@ def in_process(call: Call) -> str:
     return backend
 
 
-def results(backend_of: Callable[[Call], str]) -> dict[str, dict[str, list[Tensor] | str]]:
-    """Of every call under every default, and under torch's own as "". An error is its text."""
+def results(
+    backend_of: Callable[[Call], str], names: Iterable[str] = tuple(DEFAULTS)
+) -> dict[str, dict[str, list[Tensor] | str]]:
+    """Of every call under these defaults, and under torch's own as "". An error is its text."""
     made = calls()
     backends = {name: backend_of(call) for name, call in made.items()}
     by_default: dict[str, dict[str, list[Tensor] | str]] = {}
-    for default, given in {"": (F32, None), **DEFAULTS}.items():
+    for default, given in {"": (F32, None), **{name: DEFAULTS[name] for name in names}}.items():
         by_default[default] = {}
         with defaults(*given), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -231,4 +237,4 @@ def results(backend_of: Callable[[Call], str]) -> dict[str, dict[str, list[Tenso
 
 
 if __name__ == "__main__":
-    torch.save(results(lambda call: "triton"), sys.argv[1])
+    torch.save(results(lambda call: "triton", IN_INTERPRETER), sys.argv[1])
