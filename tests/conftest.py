@@ -1,9 +1,12 @@
 """Slow tests start first, and processes share the cores."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,12 +51,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Together(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Processes of one run import the files of tests from different places on. Where pytest has not stored
+    what it makes of them, each would make all of it, for six seconds; so it finds what others have made. A
+    file that cannot be imported is left to pytest, which says so."""
+    own = getattr(session.config, "workerinput", None)
+    if own is not None and session.config.args == session.config.getini("testpaths"):
+        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        first = int(own["workerid"].removeprefix("gw")) * len(names) // own["workercount"]
+        for name in names[first:] + names[:first]:
+            with suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(name)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that the run does not wait for one of them in the end. Last what waits for
     the check, and what needs the kernels of the first file: at the same time, two processes would compile
     each of them twice."""
     first = ("test_replay.py", *PARITY, "test_hopper_pieces.py", "test_repo.py", "test_workers.py")
-    first += ("test_zero_drift.py", "test_site_browser.py", "test_wrong_candidates.py")
+    first += ("test_zero_drift.py", "test_site_browser.py", "test_wrong_candidates.py", "test_parallel.py")
+    first += ("test_zero_drift_delta_nets.py", "test_zero_drift_experts.py", "test_zero_drift_models.py")
     last = ("test_ops.py", "test_replay_ops.py")
     place = {name: at - len(first) for at, name in enumerate(first)} | dict.fromkeys(last, 1)
     items.sort(key=lambda item: place.get(item.path.name, 0))
