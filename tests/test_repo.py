@@ -64,8 +64,9 @@ def documents() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> list[str]:
-    """Modules of this package that an import of it loads. It sets nothing, and takes no device."""
+def loaded() -> dict[str, str]:
+    """Modules of this package that an import of it loads, and their files. It sets nothing, and takes no
+    device. The rest is there when it is used."""
     code = """
 import os, sys, torch
 def state():
@@ -78,12 +79,16 @@ import isobit
 assert state() == before, "the import has changed something"
 assert not torch.cuda.is_initialized()
 assert not {'transformers', 'trl', 'fla'} & set(sys.modules)  # so nothing is registered there
-print(*(m for m in sys.modules if m.split('.')[0] == 'isobit'))
+print(*(f'{n}={m.__file__}' for n, m in sys.modules.items() if n.split('.')[0] == 'isobit'))
+assert 'isobit.integrations' not in sys.modules
+assert isobit.integrations.trl.enable and 'isobit.integrations.fla' not in sys.modules
+from isobit.integrations import verl; from isobit import *; integrations.hf.zero_drift
+import isobit.cli.main; assert 'torch._dynamo' not in sys.modules  # it takes two seconds
 """
-    return in_a_fresh_process(code).split()
+    return dict(line.split("=", 1) for line in in_a_fresh_process(code).split())
 
 
-def test_an_import_loads_no_kernels_and_no_proofs(loaded: list[str]) -> None:
+def test_an_import_loads_no_kernels_and_no_proofs(loaded: dict[str, str]) -> None:
     assert "isobit.ops.logp.op" in loaded
     kernels = {f"isobit.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}" for path in SOURCES
                if re.search(r"^import triton|^from triton", path.read_text(), re.M)}  # fmt: skip
@@ -93,16 +98,8 @@ def test_an_import_loads_no_kernels_and_no_proofs(loaded: list[str]) -> None:
     assert not proofs  # a user pays for no proof
 
 
-def test_an_import_is_light_and_the_rest_is_there_when_it_is_used() -> None:
-    code = (
-        "import sys, isobit\n"
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'isobit'))\n"
-        "assert 'isobit.integrations' not in sys.modules\n"
-        "assert isobit.integrations.trl.enable and 'isobit.integrations.fla' not in sys.modules\n"
-        "from isobit.integrations import verl; from isobit import *; integrations.hf.zero_drift\n"
-        "import isobit.cli.main; assert 'torch._dynamo' not in sys.modules\n"  # it takes two seconds
-    )
-    lines = {file: len(Path(file).read_text().splitlines()) for file in in_a_fresh_process(code).split()}
+def test_an_import_is_light(loaded: dict[str, str]) -> None:
+    lines = {file: len(Path(file).read_text().splitlines()) for file in loaded.values()}
     of_ops = sum(count for file, count in lines.items() if "/isobit/ops/" in file)
     folders = len([path for path in (PACKAGE / "ops").iterdir() if (path / "op.py").is_file()])
     assert sum(lines.values()) - of_ops <= 3000 and of_ops <= 420 * folders  # declarations, and no more
