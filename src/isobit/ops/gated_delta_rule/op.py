@@ -43,6 +43,9 @@ from isobit.numerics import Numerics
 
 CHUNK = 64
 
+#: Arguments that have a row for each token.
+BY_TOKEN = ("q", "k", "v", "g", "beta")
+
 GDR_1 = Numerics(
     "gdr/1",
     "The gated delta rule in chunks of 64 tokens from the sequence's own first. Gates are summed token by"
@@ -179,7 +182,7 @@ forward.adapt = _adapt
 @op(
     "gated_delta_rule_bwd",
     like=forward.params(
-        "q", "k", "v", "g", "beta", "scale", "initial_state", "use_qk_l2norm_in_kernel", "state_v_first",
+        *BY_TOKEN, "scale", "initial_state", "use_qk_l2norm_in_kernel", "state_v_first",
         "cu_seqlens",
     ),
     sizes=_sizes,
@@ -326,7 +329,7 @@ backward.backend("reference", run="reference_bwd:gated_delta_rule_bwd", numerics
 # Autograd, once for all backends
 
 forward.derivative(
-    "q", "k", "v", "g", "beta", "initial_state",
+    *BY_TOKEN, "initial_state",
     by=backward, outputs=("o", "final_state", "inverse"), constant=("inverse",), flags=("return_inverse",),
 )  # fmt: skip
 backward.not_differentiable(

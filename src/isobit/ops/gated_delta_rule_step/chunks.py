@@ -13,17 +13,19 @@ So the first part has one row too many, which the second computes again, with th
 Shares are computed on the device and no size depends on them: nothing waits for it.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from isobit.ops.gated_delta_rule.op import gated_delta_rule
-from isobit.ops.gated_delta_rule_step.op import BY_TOKEN, L2NORM
-from isobit.ops.gated_delta_rule_step.op import rows as by_rows
+from isobit.ops.gated_delta_rule.op import BY_TOKEN, gated_delta_rule
 from isobit.ops.gated_delta_rule_step.state import CHUNK, CHUNKS, ROWS, DeltaState
 
 Args = dict[str, Any]
+
+#: The op for at most 64 tokens.
+Rows = Callable[..., Tensor]
 
 
 def kept(state: DeltaState) -> int:
@@ -81,7 +83,7 @@ class Shares(NamedTuple):
         return cls(total, torch.minimum(total, to_border), whole.clamp(min=0), opened)
 
 
-def continued(state: DeltaState, args: Args, backend: str, from_empty: bool) -> Tensor:
+def continued(state: DeltaState, args: Args, by_rows: Rows, backend: str, from_empty: bool) -> Tensor:
     """All new tokens of sequences, if they are more than rows compute."""
     B, T = args["q"].shape[:2]
     device, (HV, V) = state.device, args["v"].shape[2:]
@@ -141,7 +143,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, the states after these tokens)."""
     out, end = gated_delta_rule(
-        **tokens, scale=args["scale"], use_qk_l2norm_in_kernel=args[L2NORM], initial_state=begun,
+        **tokens, scale=args["scale"], initial_state=begun,
+        use_qk_l2norm_in_kernel=args["use_qk_l2norm_in_kernel"],
         output_final_state=True, cu_seqlens=bounds, validate=False, backend=backend,
     )  # fmt: skip
     assert end is not None

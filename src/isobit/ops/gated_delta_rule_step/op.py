@@ -26,7 +26,7 @@ from isobit.frame.contract import F32, Contract, Half, Int, Single, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
 from isobit.numerics import Numerics
-from isobit.ops.gated_delta_rule.op import CHUNK, CLASS, GDR_1, GDR_1_CPU, not_on_the_cpu
+from isobit.ops.gated_delta_rule.op import BY_TOKEN, CHUNK, CLASS, GDR_1, GDR_1_CPU, not_on_the_cpu
 
 if TYPE_CHECKING:
     from isobit.ops.gated_delta_rule_step.state import DeltaState
@@ -129,7 +129,7 @@ def gated_delta_rule_step(
         elif from_empty and lengths is None:
             first = chunks.first_chunks(state, args, served.backend)
         elif not chunks.by_rows_alone(state, T, from_empty):
-            return chunks.continued(state, args, served.backend, from_empty)
+            return chunks.continued(state, args, rows, served.backend, from_empty)
         pieces = [] if first is None else [first]
         for done in range(0 if first is None else first.shape[1], T, CHUNK):
             pieces.append(rows(**_piece(args, done), backend=served.backend))
@@ -143,10 +143,10 @@ def _piece(args: dict[str, Any], first: int) -> dict[str, Any]:
     return args | here | {"lengths": None if lengths is None else lengths - first}
 
 
-BY_TOKEN, L2NORM = ("q", "k", "v", "g", "beta"), "use_qk_l2norm_in_kernel"
-
-
-@op("gated_delta_rule_step_rows", like=declared.params(*BY_TOKEN, "slots", "lengths", L2NORM))
+@op(
+    "gated_delta_rule_step_rows",
+    like=declared.params(*BY_TOKEN, "slots", "lengths", "use_qk_l2norm_in_kernel"),
+)
 def rows(
     scale: float,
     start: F32[Tensor, "N P HV K V; written"],
