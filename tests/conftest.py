@@ -1,12 +1,9 @@
 """Slow tests start first, and processes share the cores."""
 
 import gc
-import importlib
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,19 +46,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "parity" if file.endswith(PARITY) else file
 
     return Together(config, log) if config.getvalue("dist") == "loadfile" else None
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    """Processes of one run import the files of tests from different places on. Where pytest has not stored
-    what it makes of them, each would make all of it, for six seconds; so it finds what others have made. A
-    file that cannot be imported is left to pytest, which says so."""
-    own = getattr(session.config, "workerinput", None)
-    if own is not None and session.config.args == session.config.getini("testpaths"):
-        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
-        first = int(own["workerid"].removeprefix("gw")) * len(names) // own["workercount"]
-        for name in names[first:] + names[:first]:
-            with suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
