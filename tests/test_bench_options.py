@@ -79,7 +79,7 @@ def test_every_declared_option_can_be_asked_for(name: str) -> None:
 
 def test_an_option_reaches_every_case_of_a_check_and_its_command() -> None:
     request = Request(ops=("logp",), vary={"temperature": 0.5, "layout": "padded"})
-    cases = cases_of(LOGP, "accuracy", request)
+    cases = cases_of(LOGP, "triton", "accuracy", request)
     assert cases and all(c.options["temperature"] == 0.5 and c.layout == "padded" for c in cases)
     assert len({c.name for c in cases}) == len(cases)
     assert any(c.options.get("mask") for c in cases)  # over those that the cases have

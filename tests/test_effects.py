@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 
 import third_party
 from isobit import testing
+from isobit.check.effects import check_effects
 from isobit.check.laws import LAWS
-from isobit.check.request import SETS, Request
+from isobit.check.request import SETS, Request, cases_of
 from isobit.check.runner import run
 from isobit.cli.main import app
 from isobit.frame.contract import ContractError
+from isobit.frame.op import known_op
+from isobit.spec.proofs import proofs
 
 LOGP = ("check", "--op", "logp", "--device", "cpu", "--backend", "reference")
 BENCH = ("bench", "--op", "logp", "--device", "cpu")
@@ -237,3 +240,17 @@ def test_without_gradients_no_law_computes_one() -> None:
     outputs = {(c.law, output["output"]) for c in cells for output in c.outputs}
     assert {c.status for c in cells} == {"ok"} and ("memory", "fwd") in outputs
     assert not any("gradient" in name or name in ("fwd_bwd", "second derivative") for _, name in outputs)
+
+
+OWN = [(name, backend) for name, proof in proofs().items() for backend in proof.differs]
+
+
+@pytest.mark.parametrize(("op", "backend"), OWN)
+def test_a_case_that_one_backend_has_alone_can_be_asked_for(op: str, backend: str) -> None:
+    """As the command does that repeats a cell which has failed."""
+    for law in LAWS:
+        asked = Request(ops=(op,), backends=(backend,), laws=(law,))
+        for case in cases_of(known_op(op), backend, law, asked):
+            check_effects(replace(asked, case=case.name))
+    with pytest.raises(ContractError, match="unknown case"):
+        check_effects(replace(asked, case="none of them"))

@@ -7,6 +7,7 @@ has; and whether `--data` changes inputs is tested by making small inputs withou
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.device import arch_key
 from isobit.frame.op import Op
 from isobit.spec.compare import differing
-from isobit.spec.proof import Args, Case
+from isobit.spec.proof import Args, Case, Proof
 from isobit.spec.proofs import proof_of
 
 #: Cases up to this product of sizes are used to test what changes inputs.
 SMALL = 1 << 18
 
-#: The cases of each op and law.
-Planned = Mapping[tuple[str, str], Sequence[Case]]
+#: The cases of each op, backend and law.
+Planned = Mapping[tuple[str, str, str], Sequence[Case]]
 
 
 def check_effects(request: Request, given: Sequence[str] | None = None) -> None:
@@ -36,7 +37,10 @@ def check_effects(request: Request, given: Sequence[str] | None = None) -> None:
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
     laws = [law for law in request.laws or LAWS if not all(law in _lacks(op) for op in ops)]
-    planned = {(op.name, law): cases_of(op, law, request) for op in ops for law in laws}
+    pairs = candidates(ops, request)
+    planned = {
+        (op.name, backend, law): cases_of(op, backend, law, request) for op, backend in pairs for law in laws
+    }
     _check_names(request, ops, planned)
     _check_constant(request, planned)
     for flag in request.given() if given is None else given:
@@ -63,10 +67,10 @@ def _check_names(request: Request, ops: Sequence[Op], planned: Planned) -> None:
             raise ContractError(f"--op {op.name}: has no backend {asked}; it has {known}")
     within = "" if request.case is None else f" [{request.case}]"
     for name in request.ops:
-        if planned and not any(cases for (op, _), cases in planned.items() if op == name):
+        if planned and not any(cases for (op, _, _), cases in planned.items() if op == name):
             raise ContractError(f"--op {name}: none of its cases was chosen{within}: leave it out")
     for law in request.laws:
-        mine = [cases for (_, other), cases in planned.items() if other == law]
+        mine = [cases for (_, _, other), cases in planned.items() if other == law]
         if mine and not any(mine):
             raise ContractError(f"--law {law}: has no case{within}: leave it out, or choose another case")
 
@@ -90,7 +94,8 @@ def _why_no_effect(flag: str, request: Request, ops: Sequence[Op], laws: Sequenc
     elif flag == "--tolerances":
         bounds = {
             (proof_of(op).op_class, direction, case.dtype)
-            for op in ops for law in laws for case in cases_of(op, law, request)
+            for op, backend in candidates(ops, request) for law in laws
+            for case in cases_of(op, backend, law, request)
             for direction in LAWS[law].bounds
         }  # fmt: skip
         if not any(request.tolerances.has(*each, arch_key(request.device)) for each in bounds):
@@ -110,17 +115,22 @@ def _changes_inputs(flag: str, request: Request, op: Op, laws: Sequence[str]) ->
     drawn = op.differentiable and request.cotangents == "random"  # cotangents, with the seed of the inputs
     if flag == "--data seed" and drawn and any("--data cotangents" in LAWS[law].reads for law in laws):
         return True
-    cases = {case.name: case for law in laws for case in cases_of(op, law, request)}
-    small = [c for c in cases.values()
-             if not c.heavy and not c.gpu_gb and math.prod(c.dims.values()) <= SMALL]  # fmt: skip
-    proof, device = proof_of(op), request.device
+    cases = {
+        case.name: (proof_of(op).of(backend), case)
+        for _, backend in candidates([op], request) for law in laws
+        for case in cases_of(op, backend, law, request)
+    }  # fmt: skip
+    small = [
+        (proof, case) for proof, case in cases.values()
+        if not case.heavy and not case.gpu_gb and math.prod(case.dims.values()) <= SMALL
+    ]  # fmt: skip
 
-    def differs(case: Case) -> bool:
+    def differs(proof: Proof, case: Case) -> bool:
         without = replace(case, data=other.data) if flag == "--data" else case
-        one, two = proof.make(case, device, request.inputs), proof.make(without, device, other.inputs)
-        return _differ(one, two)
+        one = proof.make(case, request.device, request.inputs)
+        return _differ(one, proof.make(without, request.device, other.inputs))
 
-    return not small or any(map(differs, small))
+    return not small or any(starmap(differs, small))
 
 
 def _differ(one: Args, other: Args) -> bool:

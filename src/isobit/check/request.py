@@ -174,11 +174,10 @@ def small_args(op: Op, device: torch.device) -> Args:
     return proof.make(small_case(proof), device, InputOptions())
 
 
-def cases_of(op: Op, law: str, request: Request, backend: str | None = None) -> list[Case]:
-    """The cases on which a law runs: declared ones, or the one that the command line describes. A backend may
-    have some of them only."""
-    proof, chosen, request = proof_of(op), LAWS[law], request.for_law(law)
-    proof = proof if backend is None else proof.of(backend)
+def cases_of(op: Op, backend: str, law: str, request: Request) -> list[Case]:
+    """The cases on which a law runs: declared ones, of which a backend may have its own, or the one that the
+    command line describes."""
+    proof, chosen, request = proof_of(op).of(backend), LAWS[law], request.for_law(law)
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
         made = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(proof).dtype,))]
@@ -241,13 +240,8 @@ def check_case(ops: Sequence[Op], request: Request, laws: Sequence[str]) -> None
     if request.case is None or request.dims is not None:
         return
     free = replace(request, case=None)
-    known = {
-        c.name
-        for op in ops
-        for law in laws
-        for backend in (None, *(b.name for b in op.backends))  # a backend may have cases of its own
-        for c in cases_of(op, law, free, backend)
-    }
-    if request.case not in known:
+    pairs = candidates(ops, request)
+    known = {c.name for pair in pairs for law in laws for c in cases_of(*pair, law, free)}
+    if pairs and request.case not in known:
         names = ", ".join(op.name for op in ops)
         raise ContractError(f"{names}: unknown case {request.case!r}; known: {'; '.join(sorted(known))}")

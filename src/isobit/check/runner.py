@@ -87,12 +87,12 @@ def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell],
     laws = list(LAWS)
     known = [(op.name, backend) for op, backend in pairs]
     cases = {
-        (op.name, law): [case.name for case in cases_of(op, law, request)]
-        for op, _ in pairs for law in request.laws or laws
+        (op.name, backend, law): [case.name for case in cases_of(op, backend, law, request)]
+        for op, backend in pairs for law in request.laws or laws
     }  # fmt: skip
 
     def place(cell: Cell) -> tuple[int, int, int]:
-        mine = cases.get((cell.op, cell.law), [])
+        mine = cases.get((cell.op, cell.backend, cell.law), [])
         at = mine.index(cell.case) if cell.case in mine else -1
         return known.index((cell.op, cell.backend)), laws.index(cell.law), at
 
@@ -214,7 +214,7 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
     return [
         replace(request.for_law(law), ops=(op.name,), backends=(backend,), laws=(law,))
         for law in laws
-        if cases_of(op, law, request, backend)
+        if cases_of(op, backend, law, request)
     ]
 
 
@@ -225,7 +225,7 @@ def _light_enough(op: Op, backend: str, law: str, request: Request) -> list[Case
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     slow = slow or (isinstance(op, Candidate) and request.device.type == "cpu")
     no_gpu = request.device.type == "cpu"
-    cases = [c for c in cases_of(op, law, request, backend) if not (c.gpu_gb and no_gpu)]
+    cases = [c for c in cases_of(op, backend, law, request) if not (c.gpu_gb and no_gpu)]
     light = [c for c in cases if not c.heavy]
     brief = no_gpu and request.brief and law != "accuracy" and bool(light)
     return light if slow or brief else cases

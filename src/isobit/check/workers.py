@@ -128,7 +128,7 @@ def _gigabytes(request: Request) -> int:
     if request.device.type != "cuda":
         return 0
     (op,), (backend,), (law,) = request.ops, request.backends, request.laws
-    cases = cases_of(known_op(op), law, request, backend)
+    cases = cases_of(known_op(op), backend, law, request)
     return max((case.gpu_gb or (HEAVY_GB if case.heavy else SMALL_GB) for case in cases), default=0)
 
 
