@@ -1,8 +1,9 @@
 """Class rms/1 in elementwise PyTorch: every addition of a sum is an addition of two tensors.
 
-The order of PyTorch's own reductions depends on sizes. Elementwise additions, products, quotients and square
-roots are IEEE arithmetic, rounded to nearest, whatever the size. So this gives the bits of the class on any
-device. It is the backend for CPU tensors: a few passes over the rows, some rows at a time.
+The order of PyTorch's own reductions depends on sizes. Elementwise additions, products and quotients are
+IEEE arithmetic, rounded to nearest, whatever the size. Square roots in fp32 are not: on an x86 CPU PyTorch
+takes those of MKL, of which some are a bit off. So they are computed in fp64. This gives the bits of the
+class on any device. It is the backend for CPU tensors: a few passes over the rows, some rows at a time.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def rms_norm(**args: Any) -> tuple[Tensor | None, ...]:
         if residual is not None and summed is not None:
             summed[some] = h + residual[some].float()
             h = summed[some].float()
-        rstd[some] = 1.0 / (row_means(h * h) + args["eps"]).sqrt()
+        rstd[some] = 1.0 / root(row_means(h * h) + args["eps"])
         y = h * rstd[some, None]
         if args["cast"] == "before":
             y = y.to(dtype).float()
@@ -89,6 +90,12 @@ def row_means(terms: Tensor) -> Tensor:
     so D is a tensor."""
     sums = row_sums(terms)
     return sums / sums.new_full((), terms.shape[1])
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root in fp32, rounded to nearest. That of an fp32 number is never so close to the middle of
+    two fp32 numbers that an error in the last bit of an fp64 root could move it to the other side."""
+    return x.double().sqrt().float()
 
 
 def group_sums(terms: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def rms_norm(**args: Any) -> tuple[Tensor | None, ...]:
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)
     z = h.to(wide)
-    rstd = 1 / (torch.einsum("...d,...d->...", z, z) / z.shape[-1] + args["eps"]).sqrt()
+    rstd = 1 / ((z * z).sum(-1) / z.shape[-1] + args["eps"]).sqrt()
     y = z * rstd[..., None]
     if args["cast"] == "before":
         y = y.to(x.dtype).to(wide)
