@@ -2,7 +2,7 @@
 it."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,10 @@ from isobit.spec.compare import OutputCheck
 from isobit.spec.proof import Case
 from isobit.spec.proofs import proof_of
 from isobit.spec.trial import NeverEnds, Trial, Unsupported
+
+#: How often inputs are drawn, with one seed after another, until the controls of a law show another order of
+#: a sum. Few bits change where results are rounded to 16 bits, and random numbers are not those of all CPUs.
+DRAWS = 4
 
 
 def run(
@@ -306,12 +310,24 @@ def _judge(cell: Cell, trial: Trial) -> BaseException | None:
 
     def law() -> list[OutputCheck]:
         _fits(trial.op, trial.case, trial.device)
-        return LAWS[cell.law].run(trial)
+        for seed in range(trial.inputs.seed, trial.inputs.seed + DRAWS):
+            inputs = replace(trial.inputs, seed=seed)
+            checks = LAWS[cell.law].run(replace(trial, inputs=inputs, grad_seed=seed))
+            cell.inputs |= {"seed": seed, "grad_seed": seed}
+            if not _cannot_show(checks):
+                break
+        return checks
 
     error = judge(cell, law, lambda error: raised_at(error, trial.op, trial.backend, __file__))
     if error is not None and trial.device.type == "cuda" and is_full(error):
         cell.reason = f"{cell.reason.splitlines()[0]}; {in_words(trial.device)}"
     return error
+
+
+def _cannot_show(checks: Sequence[OutputCheck]) -> bool:
+    """Whether all is well but for a control: another order of a sum has changed no bit of these inputs."""
+    wrong = [check for check in checks if not check.passed]
+    return bool(wrong) and all(check.output == "control" for check in wrong)
 
 
 def _hint(error: BaseException, op: Candidate, trial: Trial) -> str:
