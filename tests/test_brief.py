@@ -152,7 +152,7 @@ def test_a_kernel_that_does_not_compile_in_the_second_dtype_is_found(monkeypatch
         "fp32_alone cuda:90: CompileTimeAssertionFailure"
     )
     assert next((o["output"], o["message"]) for o in second.outputs) == (
-        "both cuda:90", "up to Triton's code for GPUs",
+        "both cuda:90", "up to Triton's own code",
     )  # fmt: skip
 
 

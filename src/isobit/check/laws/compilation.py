@@ -18,7 +18,7 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     for all that were requested by name, in every recorded call. For the others only the call of each kernel
     with the most shared memory, since they have less of it. A check of all laws compiles one call of each
     kernel of the op, for other targets only the call with the most shared memory of all; and in the second
-    dtype, which differs in conversions, each of them up to Triton's code for GPUs. Code for NVIDIA is read
+    dtype, which differs in conversions, each of them up to Triton's own code. Code for NVIDIA is read
     for what its assembler may have lost; in a check of all laws, code that has `wgmma`."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
@@ -105,8 +105,8 @@ class _Enough(Exception):
 
 
 def _to_triton_code(what: str, target: Any, source: Any, options: dict[str, Any]) -> OutputCheck:
-    """Compile a call without LLVM and the assembler, which take most of the time. What a dtype does not fit
-    shows before."""
+    """Compile a call without what takes most of the time: passes for GPUs, LLVM and the assembler. What a
+    dtype does not fit shows before."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -116,8 +116,9 @@ def _to_triton_code(what: str, target: Any, source: Any, options: dict[str, Any]
     def stages(*given: Any) -> Any:
         """As Triton calls it: with its stages, or with nothing for a part of the key of its cache."""
         if not given:
-            return "up to ttgir", "up to ttgir"
-        given[1]["llir"] = enough
+            return "up to ttir", "up to ttir"
+        # Gluon's own code is for GPUs from the start.
+        given[1]["ttgir" if "ttir" in given[1] else "llir"] = enough
         return None
 
     before = triton.knobs.runtime.add_stages_inspection_hook
@@ -128,7 +129,7 @@ def _to_triton_code(what: str, target: Any, source: Any, options: dict[str, Any]
             triton.knobs.compilation.always_compile = True
             _compiled_for(GPUTarget(*target), source, options)
     except _Enough:
-        return passed(what, "up to Triton's code for GPUs")
+        return passed(what, "up to Triton's own code")
     except Exception as error:
         return failure(what, f"{type(error).__name__}: {error}")
     finally:

@@ -254,7 +254,7 @@ _HEAVY = [
 _BITS = [
     _case(3, 5, 40, 2, 1, 64, BF16, bounds="both"),
     _case(2, 3, 12, 2, 1, 80, F16, softcap=4.0, window=7),
-    _case(3, 1, 140, 8, 2, 128, BF16, bounds="room"),
+    _case(3, 1, 140, 4, 1, 128, BF16, bounds="room"),
     _case(5, 300, 300, 8, 2, 128, BF16, heavy=True),
     _case(4, 2, 3000, 8, 2, 128, BF16, heavy=True, bounds="room"),
     _case(3, 200, 1400, 4, 2, 64, F16, heavy=True, bounds="left", window=1100),
