@@ -122,10 +122,36 @@ def test_after_control_c_there_is_a_report_of_what_was_done(
     assert done.code == 130 and (found["ok"], found["passed"]) == (2, False)
     assert found["interrupted"].startswith("interrupted after 2 of ") and found["interrupted"] in done.out
     assert "logp  reference  2 ok" in done.out and found["interrupted"] in page.read_text()
-    assert not results.exists() and "result files are of whole checks" in done.out
+    assert not results.exists() and f"nothing of logp was written to {results}" in done.out
     assert found["interrupted"] in isobit("report", str(path)).out
     with pytest.raises(ContractError, match="interrupted"):
         proven("logp", "reference", torch.device("cpu"), path, set())
+
+
+def test_a_check_that_is_stopped_keeps_the_files_of_what_was_done(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law = LAWS["accuracy"]
+
+    def interrupted_at_another(trial: Trial) -> list[OutputCheck]:
+        if trial.op.name == "rms_norm":
+            raise KeyboardInterrupt
+        return law.run(trial)
+
+    ops = ("--op", "logp", "--op", "rms_norm", "--backend", "reference", "--device", "cpu")
+    asked = ("check", *ops, "--law", "accuracy", "--results")
+    assert isobit(*asked, str(tmp_path / "whole")).code == 0
+    monkeypatch.setitem(LAWS, "accuracy", replace(law, run=interrupted_at_another))
+    done = isobit(*asked, str(tmp_path / "part"))
+    assert done.code == 130 and "nothing of rms_norm was written" in done.out
+
+    def cells(path: Path) -> list[str]:
+        found = json.loads(path.read_text())
+        assert found["passed"] and "interrupted" not in found
+        return [case["case"] for one in found["candidates"] for case in one["cases"]]
+
+    (kept,) = (tmp_path / "part" / "cpu").iterdir()
+    assert kept.name == "check_logp.json" and cells(kept) == cells(tmp_path / "whole" / "cpu" / kept.name)
 
 
 def test_checking_whether_a_file_can_be_written_leaves_no_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 it."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,11 +72,11 @@ def run(
     except BaseException as error:
         elsewhere.stop()  # or this process would wait for all that they were sent
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(sorted(cells, key=_order_of(pairs, request))) from None
+            raise Interrupted(in_order(cells, request)) from None
         if isinstance(error, NeverEnds):
-            raise Stuck(sorted(cells, key=_order_of(pairs, request))) from error  # which keeps its memory
+            raise Stuck(in_order(cells, request)) from error  # which keeps its memory
         raise
-    cells.sort(key=_order_of(pairs, request))
+    cells = in_order(cells, request)
     if not part:
         _something_ran(cells, request)
     return cells
@@ -86,9 +87,10 @@ def _brief_if_whole(request: Request) -> Request:
     return replace(request, brief=request.brief or not (request.laws or request.dtypes))
 
 
-def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell], Any]:
-    """The order in which a single process would find them."""
-    laws = list(LAWS)
+def in_order(cells: Sequence[Cell], request: Request) -> list[Cell]:
+    """Cells of a request in the order in which a single process would find them."""
+    request, laws = _brief_if_whole(request), list(LAWS)
+    pairs = candidates(ops_of(request), request)
     known = [(op.name, backend) for op, backend in pairs]
     cases = {
         (op.name, backend, law): [case.name for case in cases_of(op, backend, law, request)]
@@ -100,7 +102,7 @@ def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell],
         at = mine.index(cell.case) if cell.case in mine else -1
         return known.index((cell.op, cell.backend)), laws.index(cell.law), at
 
-    return place
+    return sorted(cells, key=place)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -235,16 +237,16 @@ def _light_enough(op: Op, backend: str, law: str, request: Request) -> list[Case
     return light if slow or brief else cases
 
 
-def how_many(request: Request) -> int:
-    """How many cells with a case a request has."""
-    total, request = 0, _brief_if_whole(request)
+def how_many(request: Request) -> Counter[str]:
+    """How many cells with a case a request has, by op."""
+    count, request = Counter[str](), _brief_if_whole(request)
     for op, backend in candidates(ops_of(request), request):
         never = _cannot_serve(op, backend, request.device)
         for law in request.laws or LAWS:
             why = op.lacks.get(law) if isinstance(op, Candidate) else never if law != "compile" else None
             if why is None or _is_elsewhere(op, backend, law, request):
-                total += len(_light_enough(op, backend, law, request))
-    return total
+                count[op.name] += len(_light_enough(op, backend, law, request))
+    return count
 
 
 def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:

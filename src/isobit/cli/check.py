@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from isobit.check.runner import (
     NothingRan,
     Stuck,
     how_many,
+    in_order,
     observations,
     run,
 )
@@ -89,10 +90,19 @@ def check_and_report(request: Request, files: Files) -> int:
     files.check(request)
     start = time.perf_counter()
     say(f"isobit {isobit.__version__} check on {request.device} ({gpu_name(request.device)})")
-    total = how_many(request)
+    count = how_many(request)
+    total = count.total()
+    results = None if files.results is None else _Results(files.results, request, count, say)
+    progress = report.progress(total, say)
+
+    def done(cell: Cell) -> None:
+        progress(cell)
+        if results is not None:
+            results.add(cell)
+
     nothing, interrupted, stuck = None, None, False
     try:
-        cells = run(request, report.progress(total, say))
+        cells = run(request, done)
     except NothingRan as error:  # the report says so, and then the command does
         cells, nothing = error.cells, error
     except Interrupted as error:
@@ -117,10 +127,10 @@ def check_and_report(request: Request, files: Files) -> int:
         print(json.dumps(result, indent=1), file=files.stdout)
     elif files.json is not None:
         write(files.json, json.dumps(result, indent=1) + "\n")
-    if files.results is not None and interrupted is None:
-        _write_results(files.results, cells, seen, request, say, result.get("nothing_ran"))
-    elif files.results is not None:
-        say(f"nothing was written to {files.results}: result files are of whole checks")
+    if results is not None and interrupted is None:
+        results.write_all(cells, seen, result.get("nothing_ran"))
+    elif results is not None:
+        say(f"nothing of {results.unfinished} was written to {results.folder}: its cells were not all done")
     if files.html is not None:
         write(files.html, page([result], "isobit check"))
     if nothing is not None:
@@ -154,24 +164,46 @@ def _tell(cells: list[Cell], request: Request, result: dict[str, Any], say: Call
         say(line)
 
 
-def _write_results(
-    folder: Path,
-    cells: list[Cell],
-    seen: list[dict[str, Any]],
-    request: Request,
-    say: Callable[[str], None],
-    nothing: str | None,
-) -> None:
-    """One file a folder of ops: what is declared together is proven together."""
-    for name, ops in by_folder(ops_of(request)).items():
-        path = _check_file(folder, name, request.device)
-        mine = [c for c in cells if c.op in ops]
-        facts = [fact for fact in seen if fact["op"] in ops]
-        command = replace(request, ops=tuple(ops)).command()
-        why = nothing if all(c.status == UNSUPPORTED for c in mine) else None
-        result = report.to_json(mine, request.device, None, facts, command, why)
+class _Results:
+    """One file a folder of ops: what is declared together is proven together. Each is written as soon as all
+    of its cells are there, so that a check of many ops that is stopped keeps those that were done."""
+
+    def __init__(
+        self, folder: Path, request: Request, count: Mapping[str, int], say: Callable[[str], None]
+    ) -> None:
+        self.folder, self.request, self.say = folder, request, say
+        self.ops = by_folder(ops_of(request))
+        self.cells: dict[str, list[Cell]] = {name: [] for name in self.ops}
+        self.missing = {name: sum(count.get(op, 0) for op in ops) for name, ops in self.ops.items()}
+
+    @property
+    def unfinished(self) -> str:
+        return ", ".join(name for name, missing in self.missing.items() if missing)
+
+    def add(self, cell: Cell) -> None:
+        name = next(name for name, ops in self.ops.items() if cell.op in ops)
+        self.cells[name].append(cell)
+        self.missing[name] -= bool(cell.case)
+        if cell.case and not self.missing[name] and len(self.ops) > 1:
+            try:
+                self._write(name, in_order(self.cells[name], self.request), [], None)
+            except ContractError as error:  # the check goes on; at its end this is tried once more
+                self.say(str(error))
+
+    def write_all(self, cells: list[Cell], seen: list[dict[str, Any]], nothing: str | None) -> None:
+        """All of them, with what is known at the end only."""
+        for name, ops in self.ops.items():
+            mine = [c for c in cells if c.op in ops]
+            facts = [fact for fact in seen if fact["op"] in ops]
+            why = nothing if all(c.status == UNSUPPORTED for c in mine) else None
+            self.say(f"wrote {self._write(name, mine, facts, why)}")
+
+    def _write(self, name: str, cells: list[Cell], facts: list[dict[str, Any]], why: str | None) -> Path:
+        path = _check_file(self.folder, name, self.request.device)
+        command = replace(self.request, ops=tuple(self.ops[name])).command()
+        result = report.to_json(cells, self.request.device, None, facts, command, why)
         write(path, json.dumps(result, indent=1) + "\n")
-        say(f"wrote {path}")
+        return path
 
 
 def _check_file(results: Path, folder: str, device: torch.device) -> Path:
