@@ -61,8 +61,8 @@ REGISTERS = 255
 
 
 #: Buffers for k, and the most columns of it for which there is room next to the systems. With one buffer bits
-#: differed on an H200, at K = 128 and 8192 tokens. Scratch lay in k then during the last product, which may have
-#: been why; one buffer was not tried again.
+#: differed on an H200, at K = 128 and 8192 tokens. Scratch lay in k then during the last product, which may
+#: be why; one buffer was not tried again.
 BUFFERS, WIDEST = 2, 128
 
 
