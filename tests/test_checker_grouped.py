@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.check.laws.strides import cases_in_wider_tensors
 from isobit.check.runner import FAIL, OK
 from isobit.frame.op import OPS
 from isobit.numerics import CHAIN16, SEG16_512, chain, cut, segments
 from isobit.ops.det_grouped_linear.proof.linear import controls_of_gradients
 from isobit.spec.proof import Case
+from isobit.spec.proofs import proof_of, proofs
 from isobit.spec.trial import Trial
 from test_checker_products import candidate, only
 
@@ -205,6 +207,43 @@ def test_segments_that_cross_sequences_fail_on_invariant() -> None:
     assert of_sums("accuracy", SUMS, sequences_forgotten).status == OK
     cell = of_sums("invariant", SUMS_CUT, sequences_forgotten)
     assert cell.status == FAIL and "sequences" in cell.reason
+
+
+def bounds_without_strides(cu_seqlens: Tensor | None, **args: Any) -> Tensor:
+    """Reads bounds as if their rows followed one another."""
+    if cu_seqlens is not None:
+        there = torch.tensor(cu_seqlens.untyped_storage().tolist(), dtype=torch.uint8).view(cu_seqlens.dtype)
+        firsts, ends = cu_seqlens[:, :1].clone(), cu_seqlens[:, -1:].clone()
+        cu_seqlens = there[cu_seqlens.storage_offset() :][: cu_seqlens.numel()].view(cu_seqlens.shape)
+        cu_seqlens = torch.cat([firsts, cu_seqlens[:, 1:-1].clamp(firsts, ends), ends], 1).cummax(1).values
+    return sums(cu_seqlens=cu_seqlens, **args)
+
+
+def test_integers_that_are_read_without_strides_fail_on_invariant() -> None:
+    assert of_sums("accuracy", SUMS, bounds_without_strides).status == OK
+    cell = of_sums("invariant", SUMS_CUT, bounds_without_strides)
+    failed = {check["message"].split(":")[0] for check in cell.outputs if not check["passed"]}
+    assert cell.status == FAIL
+    assert {"cu_seqlens in a wider tensor", "all integers in wider ones"} <= failed
+    assert not any("x in a" in message or "offsets" in message for message in failed)
+
+
+def test_tensors_that_no_case_of_bits_has_are_tried_in_wider_ones_too() -> None:
+    """Pages of attention, for example: each tensor that a small case of the proof has."""
+    for name in proofs():
+        proof = proof_of(OPS[name])
+        first = next((case for case in proof.bit_cases if not case.heavy), None)
+        if first is None:
+            continue
+        trial = Trial(proof.op, proof.op.backends[-1].name, torch.device("cpu"), first, "cpu")
+        small = [case for case in proof.cases if not case.heavy and not case.gpu_gb]
+        tensors = {n for case in small for n, t in trial.args(case).items() if isinstance(t, Tensor)}
+        also = {n for case in proof.bit_cases if not case.heavy for n, t in trial.args(case).items()
+                if isinstance(t, Tensor)}  # fmt: skip
+        tried = {
+            n for _, args in cases_in_wider_tensors(trial) for n, t in args.items() if isinstance(t, Tensor)
+        }
+        assert tensors <= tried | also, name
 
 
 def rows_beyond_the_end(offsets: Tensor, x: Tensor, **args: Any) -> Tensor:

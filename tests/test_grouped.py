@@ -80,9 +80,19 @@ def wild_sums() -> list[list[float]]:
     for bounds in BOUNDS:
         offsets = torch.tensor(bounds)
         cuts = torch.tensor([[10**9, -5, e, 7] for e in range(len(bounds) - 1)])
-        for seqs in (None, cuts):
+        for seqs in (None, cuts, cuts[:, :1].contiguous()):
             found.append(kernels_triton.token_product(x, dy, offsets, seqs, None, torch.float32).tolist())
     return found
+
+
+def sums_of_views() -> list[list[float]]:
+    """Of bounds that are a part of a wider tensor, and of a copy."""
+    wide = torch.tensor([[0, 7, 30, 99], [30, 41, 60, 99], [60, 63, 96, 99]])
+    gen = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(96, n, generator=gen).to(BF16) for n in (9, 8))
+    given = {"offsets": torch.tensor([0, 30, 60, 96]), "backend": "triton"}
+    cuts = (wide[:, :3], wide[:, :3].contiguous())
+    return [isobit.det_grouped_dw(x, dy, cu_seqlens=each, **given).tolist() for each in cuts]  # type: ignore
 
 
 def wild_bounds() -> list[list[list[int]]]:
@@ -120,11 +130,16 @@ def test_sums_of_any_bounds_stay_inside() -> None:
     x, dy = (torch.arange(211.0 * n).view(211, n).remainder(7).to(BF16) for n in (3, 2))
     for bounds in BOUNDS:
         cuts = torch.tensor([[10**9, -5, e, 7] for e in range(len(bounds) - 1)])
-        for seqs in (None, cuts):
+        for seqs in (None, cuts, cuts[:, :1]):
             ours = torch.tensor(next(found))
             assert torch.equal(
                 ours, model.token_product(x, dy, torch.tensor(bounds), seqs, None, torch.float32)
             )
+
+
+def test_bounds_of_sequences_are_read_through_their_strides() -> None:
+    of_a_view, of_a_copy = in_the_interpreter("sums_of_views")
+    assert of_a_view == of_a_copy
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,24 @@ def test_every_parameter_gets_a_gradient(models: dict[str, Any]) -> None:
         assert far < 1.5 * near + 0.01 * float(truth[name].norm()), name
 
 
+def test_last_inputs_are_computed_for_a_cache_only(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, own = [], delta_nets.causal_conv1d
+
+    def recorded(*given: Any, **options: Any) -> Any:
+        asked.append(options["return_final_state"])
+        return own(*given, **options)
+
+    monkeypatch.setattr(delta_nets, "causal_conv1d", recorded)
+    model, (ids, mask) = models["Qwen3_5"], prompts([9, 5])
+    with zero_drift(model):
+        for cached in (False, True):
+            asked.clear()
+            model(ids, attention_mask=mask, use_cache=cached)
+            assert set(asked) == {cached}
+
+
 # What is refused
 
 

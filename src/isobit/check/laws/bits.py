@@ -15,6 +15,7 @@ from torch import Tensor
 from isobit.check.laws.no_sum import SHOWN, nothing_is_added
 from isobit.check.laws.shared import shared_gradients
 from isobit.check.laws.stream import sums_over_rows
+from isobit.check.laws.strides import strides_of_arguments
 from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import Rows, rows_of
 from isobit.frame.backend import NONE, UnsupportedError
@@ -234,6 +235,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
         checks = _by_rows(trial)
     if trial.proof.parts is not None:
         checks = trial.proof.parts(trial) + checks
+    checks += strides_of_arguments(trial)
     if not any(check.output in ("control", SHOWN) for check in checks):
         raise LawBroken("no control: equal bits prove nothing; declare one, or NoSum with the reason")
     return trial.conclusive(checks)

@@ -191,10 +191,12 @@ class DetGatedDeltaNet(nn.Module):
         mixed, z, b, a = _projected(layer, tokens.taken(hidden_states))
         past = None if cache_params is None else Past(self, cache_params, tokens, mixed.dtype)
         weight = layer.conv1d.weight.squeeze(1)
-        mixed, inputs = causal_conv1d(
+        convolved: Any = causal_conv1d(
             mixed, weight, bias=layer.conv1d.bias, activation="silu", cu_seqlens=tokens.bounds,
-            initial_state=None if past is None or past.fresh else past.inputs, return_final_state=True,
+            initial_state=None if past is None or past.fresh else past.inputs,
+            return_final_state=past is not None,
         )  # fmt: skip
+        mixed = convolved if past is None else convolved[0]
         q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
         q, k = (t.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)).contiguous() for t in (q, k))
         v = v.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)).contiguous()
@@ -202,7 +204,7 @@ class DetGatedDeltaNet(nn.Module):
         given = (q, k, v, g, beta)
         out = _recurrence(given, tokens, past)
         if past is not None:
-            past.ends(inputs)
+            past.ends(convolved[1])
         out = layer.norm(out, z)
         made: Tensor = tokens.put_back(layer.out_proj(out.flatten(-2)))
         return made

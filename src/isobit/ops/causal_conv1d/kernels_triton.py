@@ -245,7 +245,7 @@ def last_inputs(
     U: tl.constexpr, WORD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The final state of one sequence, some channels. Strides of x are in words of WORD elements."""
-    x_sb, x_st = x_sb * WORD, x_st * WORD
+    x_sb, x_st = x_sb.to(tl.int64) * WORD, x_st.to(tl.int64) * WORD
     sequence = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     begin = sequence * T
@@ -273,7 +273,7 @@ def convolve_next(
 ):  # fmt: skip
     """The T new tokens of one sequence, some channels, one token after another. Its last inputs stay in
     registers, and are written back at the end. Strides of x are in words of WORD elements."""
-    x_sb, x_st = x_sb * WORD, x_st * WORD
+    x_sb, x_st = x_sb.to(tl.int64) * WORD, x_st.to(tl.int64) * WORD
     U: tl.constexpr = W - 1
     b = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -162,7 +162,8 @@ def spread(launch: Launch = run, **args: Any) -> Tensor:
 
 
 def _room(R: int, D: int, place: Tensor, like: Tensor) -> Tensor:
-    """For rows that places name. They name all of them if there are as many as rows."""
+    """For rows that places name. They name all of them if there are as many as rows, and
+    none twice: what unchecked places leave out is anything, as `spread` says."""
     make = torch.empty if place.numel() == R else torch.zeros
     return make(R, D, dtype=like.dtype, device=like.device)
 

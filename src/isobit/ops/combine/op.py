@@ -75,7 +75,8 @@ def combine(
         [T, D] in the dtype of y. The bits of a token depend on its own rows and weights only.
 
     Gradients: of y, weight times the gradient, and 0 for rows of no token; of weights, a dot product over the
-    columns in a fixed order.
+    columns in a fixed order. With as many places as rows, and unchecked places that name a row twice or one
+    outside, the gradient of a row that none names is anything.
 
     Example:
         >>> import torch, isobit
@@ -131,7 +132,9 @@ def spread(
         backend: force "triton" or "model"; None takes the first that can serve.
 
     Returns:
-        [rows, D] in the dtype of x; 0 where no place points.
+        [rows, D] in the dtype of x; 0 where no place points. With as many places as rows every row has one,
+        and memory is not cleared first: if unchecked places name a row twice, or one outside, then rows that
+        none names hold anything.
 
     Gradients: of x, the sum of its rows' gradients in fp32 in the order of the experts, rounded once.
 

@@ -106,5 +106,5 @@ def run_dw(
     kernels: str, x: Tensor, dy: Tensor, offsets: Tensor, cu_seqlens: Tensor | None, init: Tensor | None,
     **launch: Any,
 ) -> Tensor:  # fmt: skip
-    start = None if init is None else init.contiguous()
-    return _token_product(kernels, rows(x), rows(dy), offsets, cu_seqlens, start, torch.float32, **launch)
+    cuts, start = (None if t is None else t.contiguous() for t in (cu_seqlens, init))  # read without strides
+    return _token_product(kernels, rows(x), rows(dy), offsets, cuts, start, torch.float32, **launch)

@@ -48,7 +48,7 @@ def token_product(
         lengths = [end - first]
         if cu_seqlens is not None:
             inner = cu_seqlens[e].cpu().long().clamp(first, end).cummax(0).values.tolist()
-            ends = [*inner[1:-1], end]
+            ends = [*inner[1:-1], end] if len(inner) > 1 else []  # without a sequence no row is of one
             lengths = [b - a for a, b in pairwise([first, *ends])]
         total = segments(
             dy[first:end].cpu().t(), x[first:end].cpu(), cut(lengths, SEGMENT),

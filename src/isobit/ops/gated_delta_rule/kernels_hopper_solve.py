@@ -61,7 +61,8 @@ REGISTERS = 255
 
 
 #: Buffers for k, and the most columns of it for which there is room next to the systems. With one buffer bits
-#: differed on an H200, at K = 128 and 8192 tokens.
+#: differed on an H200, at K = 128 and 8192 tokens. Scratch lay in k then during the last product, which may
+#: be why; one buffer was not tried again.
 BUFFERS, WIDEST = 2, 128
 
 
@@ -103,7 +104,8 @@ def _of_chunk(at, row, rows, hv, HV):
 
 @gluon.jit
 def _system(keys, beta, gate, HAS_G: gl.constexpr):
-    """-A transposed, [j, i]; what is not above the diagonal, and what belongs to no row, is anything."""
+    """-A transposed, [j, i]; what is not above the diagonal, and what belongs to no row, is anything. The
+    wait names keys too: or scratch of the conversions before it may lie in them while the product reads."""
     kk = warpgroup_mma(
         keys, keys.permute((1, 0)), gl.zeros((C, C), gl.float32, OF_PRODUCT), use_acc=False, is_async=True
     )
@@ -112,7 +114,7 @@ def _system(keys, beta, gate, HAS_G: gl.constexpr):
         of_i = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(0, OF_PRODUCT)), 0)
         of_j = gl.expand_dims(gl.convert_layout(gate, gl.SliceLayout(1, OF_PRODUCT)), 1)
         factor = factor * gl.exp2(of_i - of_j)
-    kk = warpgroup_mma_wait(0, deps=(kk,))
+    kk, _ = warpgroup_mma_wait(0, deps=(kk, keys))
     return kk * factor
 
 

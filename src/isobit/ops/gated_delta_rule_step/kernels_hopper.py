@@ -111,9 +111,9 @@ def token_kernel(
     to = (b * HV + hv) * V
     # What is not of the state: loads that wait for nothing.
     c = gl.arange(0, K, gl.SliceLayout(0, OF_K))
-    k_t = gl.load(k + b * (k_sb * WORD) + h * (k_sh * WORD) + c)
-    q_t = gl.load(q + b * (q_sb * WORD) + h * (q_sh * WORD) + c)
-    v_t = gl.load(v + b * (v_sb * WORD) + hv * (v_sh * WORD) + e)
+    k_t = gl.load(k + b * WORD * k_sb + h * WORD * k_sh + c)
+    q_t = gl.load(q + b * WORD * q_sb + h * WORD * q_sh + c)
+    v_t = gl.load(v + b * WORD * v_sb + hv * WORD * v_sh + e)
     beta_t = gl.load(beta + b * beta_sb + hv * beta_sh).to(gl.float32)
     # Where the sequence is.
     slot = b

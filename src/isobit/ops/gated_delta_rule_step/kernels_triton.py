@@ -133,8 +133,8 @@ def rows_kernel(
 ):  # fmt: skip
     """What does not depend on V, for new rows of one chunk; and the closing of the chunk before it. Strides
     of q and k are in words of WORD elements."""
-    q_sb, q_st, q_sh = q_sb * WORD, q_st * WORD, q_sh * WORD
-    k_sb, k_st, k_sh = k_sb * WORD, k_st * WORD, k_sh * WORD
+    q_sb, q_st, q_sh = q_sb.to(tl.int64) * WORD, q_st.to(tl.int64) * WORD, q_sh.to(tl.int64) * WORD
+    k_sb, k_st, k_sh = k_sb.to(tl.int64) * WORD, k_st.to(tl.int64) * WORD, k_sh.to(tl.int64) * WORD
     tiles = V // BV
     part, item = tl.program_id(0) % (tiles + 1), (tl.program_id(0) // (tiles + 1)).to(tl.int64)
     b, hv = item // HV, item % HV
@@ -257,9 +257,9 @@ def values_kernel(
 ):  # fmt: skip
     """u, v_new and out of new rows, for BV columns; and everything that later calls read. Strides of q, k and
     v are in words of WORD elements."""
-    q_sb, q_st, q_sh = q_sb * WORD, q_st * WORD, q_sh * WORD
-    k_sb, k_st, k_sh = k_sb * WORD, k_st * WORD, k_sh * WORD
-    v_sb, v_st, v_sh = v_sb * WORD, v_st * WORD, v_sh * WORD
+    q_sb, q_st, q_sh = q_sb.to(tl.int64) * WORD, q_st.to(tl.int64) * WORD, q_sh.to(tl.int64) * WORD
+    k_sb, k_st, k_sh = k_sb.to(tl.int64) * WORD, k_st.to(tl.int64) * WORD, k_sh.to(tl.int64) * WORD
+    v_sb, v_st, v_sh = v_sb.to(tl.int64) * WORD, v_st.to(tl.int64) * WORD, v_sh.to(tl.int64) * WORD
     tiles = V // BV
     tile, item = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, hv = item // HV, item % HV
