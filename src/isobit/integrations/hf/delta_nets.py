@@ -94,8 +94,8 @@ class Tokens:
             looks = torch.stack((runs.amax(), lengths.sum(), lengths.amax()))
             most_runs, total, longest = map(int, looks.tolist())
             if most_runs > 1:
-                rule = "attention_mask has padding between tokens of a row: put it in front of them all"
-                raise refusal(module, rule)
+                rule = "put it in front of them all, as tokenizers do with padding_side='left'"
+                raise refusal(module, f"attention_mask has padding between tokens of a row: {rule}")
             known = cls(B, T, Live.of(counted, total, longest))
             mask.isobit_tokens = known  # type: ignore[attr-defined]
         return known
