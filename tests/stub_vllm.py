@@ -179,6 +179,14 @@ class FusedMoE(PluggableLayer):
         self.w13_weight = nn.Parameter(torch.zeros(2, 4, 4))
 
 
+class MambaBase:
+    """Of layers with a recurrent state."""
+
+
+class GatedDeltaNetAttention(PluggableLayer, MambaBase):
+    pass
+
+
 class _Member:
     def __init__(self) -> None:
         self.path = f"{FLASH}.FlashAttentionBackend"

@@ -7,6 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks.suites import drift as suite
 from isobit.bench.cases import suite_of
@@ -16,6 +17,7 @@ from isobit.bench.report import ROW
 from isobit.bench.runner import run, to_json
 from isobit.drift.axes import DEFAULT
 from isobit.drift.report import Report, Row
+from isobit.spec.series import Pool
 from publish import drift as published
 from publish.tables import render_op, updated
 
@@ -44,6 +46,18 @@ def test_every_model_is_measured_on_every_axis() -> None:
     assert declared == {(name, axis) for name in suite.MODELS for axis in DEFAULT} | {
         (suite.METRICS, "metrics")
     }
+
+
+@pytest.mark.parametrize("name", [suite.QWEN_NEXT_NAME, suite.QWEN_35_NAME])
+def test_gated_delta_nets_are_measured(name: str) -> None:
+    """With isobit no token has other bits, and the checks of what computes them come first."""
+    series = next(
+        one for one in suite_of("drift").series if (one.name, one.directions) == (name, ("padding",))
+    )
+    (args,) = series.make(suite.SMALL[0], Pool(torch.device("cpu")))
+    verdict = suite.Judge().error("padding", suite.measured("padding", True, args))
+    assert verdict.more is not None and (verdict.more["tokens"], verdict.more["tokens_differ"]) == (18, 0)
+    assert {"gated_delta_rule", "gated_delta_rule_step"} < set(series.needs)
 
 
 def test_drift_before_and_after_is_in_the_rows(report: dict[str, Any]) -> None:

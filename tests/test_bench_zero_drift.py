@@ -90,6 +90,35 @@ def test_models_with_experts_decode_and_train(name: str) -> None:
     assert {"DetRouter", experts} < served and ("attention_sink" in train.needs) == ("gpt" in name)
 
 
+@pytest.mark.parametrize("name", [suite.QWEN_NEXT_NAME, suite.QWEN_35_NAME])
+def test_models_with_gated_delta_nets_decode_and_train(name: str) -> None:
+    """No token and no gradient drifts. A step leaves its keys, and takes the state one token further."""
+    decode, train = (one for one in suite_of("zero_drift").series if one.name == name)
+    pool = Pool(torch.device("cpu"))
+    pool.keep(decode.shared(suite.DECODE_SMALL[0]))
+    (given,) = decode.make(suite.DECODE_SMALL[0], pool)
+    step = given["ours"]
+    state = step.cache.layers[0].state
+    first = step.step()
+    assert state.tokens.tolist() == [13, 13] and step.cache.get_seq_length() == 12
+    (rival,) = decode.rivals.values()
+    assert rival.function(given)[0].shape == first.shape == rival.function(given)[0].shape
+    assert suite.judge(given).error("decode", (first, suite.OURS)).more == {"tokens": 15, "tokens_differ": 0}
+    (given,) = train.make(suite.TRAIN_SMALL[0], pool)
+    assert train.judge(given).error("fwd_bwd", train.call(given, None)) < 5e-3  # type: ignore[union-attr,operator]
+    assert set(suite.NETS) < set(decode.needs) and set(suite.NETS) < set(train.needs)
+
+
+def test_costs_of_gated_delta_nets_do_not_grow_with_the_length() -> None:
+    """But for the one layer of attention; their state is read in 16 bits."""
+    short, long = (suite.cost(suite.QWEN_35, False, {"B": 2, "S": S}, torch.bfloat16) for S in (1024, 4096))
+    assert long.fwd_bytes - short.fwd_bytes == 2 * 3072 * 4 * 256 * 2 * 2
+    without = replace(suite.QWEN_35, more={**suite.QWEN_35.more, "linear_num_value_heads": 0})
+    net = 3 * 4096 * (3 * 128 + 2)  # weights of a value head, in three layers
+    other = suite.cost(without, False, {"B": 2, "S": 1024}, torch.bfloat16)
+    assert short.fwd_bytes - other.fwd_bytes == 32 * 2 * (net + 2 * 3 * 128 * 128)
+
+
 def test_costs_count_keys_in_a_window() -> None:
     one, other = (
         suite.cost(config, False, {"B": 1, "S": 4096}, torch.bfloat16)

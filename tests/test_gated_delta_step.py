@@ -84,6 +84,25 @@ def test_without_drafts_rows_of_the_present_chunk_are_taken_back() -> None:
     assert state.tokens.tolist() == [64]
 
 
+def test_a_state_gets_drafts_in_the_middle_of_a_chunk() -> None:
+    """Slots after one, two and three chunks, which are stored in different halves; from then on rows are
+    taken back over the end of a chunk, and before that not."""
+    given, lengths, state = tokens(4, 200), torch.tensor([0, 70, 128, 190]), made(4)
+    step(state, given, lengths=lengths)
+    grown = state.with_drafts()
+    assert grown.drafts and torch.equal(grown.tokens, lengths) and not state.drafts
+    with pytest.raises(ContractError, match="slot 1 has 6 rows that can be taken back, not 7"):
+        grown.crop(7, [1])
+    for back in (0, 6):
+        step(grown, [t.flip(1) for t in given], end=back)
+        grown.crop(back)
+        for slot, first in enumerate(lengths.tolist()):
+            alone = [t[slot : slot + 1, : first + 5] for t in given]
+            found = step(grown.select([slot]), alone, first)
+            assert torch.equal(found, step(made(1), alone)[:, first:])
+    assert torch.equal(grown.with_drafts().place, grown.place)
+
+
 def test_slots_are_reset_copied_and_reordered() -> None:
     given, state = tokens(3, 5), made(3)
     out = step(state, given, lengths=torch.tensor([5, 3, 0]))

@@ -19,7 +19,7 @@ from isobit.bench.report import ROW
 from isobit.bench.runner import run
 from isobit.nn import DetLinear
 from isobit.ops.det_gemm import kernels_hopper
-from isobit.spec.series import Pool
+from isobit.spec.series import NotHere, Pool
 from publish import tables
 
 CPU = torch.device("cpu")
@@ -85,6 +85,49 @@ def test_experts_are_swapped_too() -> None:
     error = train_step.agreement(args).error("fwd_bwd", train_step.whole(args))
     assert 0 < error < train_step.LOSS * 10
     assert {"route", "spread", "det_grouped_linear", "swiglu_packed", "combine"} < set(series.needs)
+
+
+@pytest.mark.parametrize("name", [train_step.QWEN_NEXT_NAME, train_step.QWEN_35_NAME])
+def test_linear_layers_of_gated_delta_nets_are_swapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = next(one for one in suite_of("train_step").series if one.name == name)
+    (args,) = series.make(train_step.SMALL[0], Pool(CPU))
+    net = args["models"].swapped.model.layers[0].linear_attn
+    assert type(net.out_proj) is DetLinear and type(net).__name__.endswith("GatedDeltaNet")
+    error = train_step.agreement(args).error("fwd_bwd", train_step.whole(args))
+    assert 0 <= error < train_step.LOSS * 10
+
+    def refuses(args: Any) -> Any:
+        raise RuntimeError("this Triton produces incorrect results")
+
+    monkeypatch.setattr(train_step, "plain", refuses)
+    with pytest.raises(NotHere, match="the model as it is does not train: this Triton"):
+        train_step.agreement(args)
+
+
+def test_a_model_without_gated_delta_nets_must_train(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(args: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(train_step, "plain", refuses)
+    with pytest.raises(RuntimeError, match="out of order"):
+        train_step.agreement(args)
+
+
+@pytest.mark.parametrize("config", [train_step.QWEN_NEXT, train_step.QWEN_35])
+def test_weights_of_gated_delta_nets_are_counted(config: train_step.Config) -> None:
+    """All matrices but the embeddings, which no token is multiplied by."""
+    model = config.build(torch.device("meta"), torch.bfloat16, 0)
+    skipped = ("embed_tokens", "conv1d")
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1 and not any(s in n for s in skipped)}
+    each, read = config.products(10**6)  # all experts are read
+    assert read == sum(p.numel() for p in matrices.values())
+    of_experts = sum(p.numel() for n, p in matrices.items() if ".experts." in n)
+    count, of_a_token, _ = config.experts
+    assert each == read - of_experts * (count - of_a_token) // count
+    kinds = [type(layer).__name__ for layer in model.model.layers]
+    assert len(kinds) == 4 and [hasattr(x, "self_attn") for x in model.model.layers] == [False] * 3 + [True]
 
 
 def test_costs_count_the_experts_of_a_token_and_the_weights_that_are_read() -> None:

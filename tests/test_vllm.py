@@ -201,10 +201,15 @@ def test_an_engine_says_how_it_is_served(engine: dict[str, ModuleType], v2: bool
             "other: its weights are those of Fp8LinearMethod",
         ),
         (stub.FusedMoE, "other: FusedMoE is not served"),
+        (
+            stub.GatedDeltaNetAttention,
+            "other: GatedDeltaNetAttention is linear attention, which vLLM decodes by a recurrence and "
+            "training computes in chunks: roll out with transformers under isobit.integrations.hf.zero_drift",
+        ),
         (lambda: stub.Attention(stub.FlashAttentionImpl()), "other: its backend is FlashAttentionImpl"),
         (lambda: nn.LayerNorm(8), "other: LayerNorm is not served"),
     ],
-    ids=["quantised", "experts", "attention", "another norm"],
+    ids=["quantised", "experts", "linear attention", "attention", "another norm"],
 )
 def test_a_module_that_is_not_served_is_named(engine: dict[str, ModuleType], other: Any, reason: str) -> None:
     with vllm.enable(), pytest.raises(vllm.VLLMError, match=re.escape(reason)):

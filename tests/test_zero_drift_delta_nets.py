@@ -313,8 +313,10 @@ def test_calls_that_would_mix_sequences_are_refused(models: dict[str, Any]) -> N
             model(ids[:, :1], attention_mask=mask[:, :1], use_cache=True)
         with pytest.raises(HFError, match="has 6 columns for 4 tokens"):
             model(ids[:, :4], attention_mask=mask, use_cache=True)
-        with pytest.raises(HFError, match="padding between tokens of a row"):
+        with pytest.raises(HFError, match=r"padding between tokens of a row: put it .*padding_side='left'"):
             model(ids[:1], attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]]), use_cache=False)
+        with pytest.raises(HFError, match=r"padding between tokens of a row: put it .*padding_side='left'"):
+            model.generate(ids.flip(1), attention_mask=mask.flip(1), max_new_tokens=2)
 
 
 def test_no_gradient_goes_through_a_cache(models: dict[str, Any]) -> None:

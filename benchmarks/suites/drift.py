@@ -22,8 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suites.train_step import Config, Models, plain
-from benchmarks.suites.zero_drift import LLAMA, QWEN, cost, tiny
+from benchmarks.suites.train_step import (
+    QWEN_35,
+    QWEN_35_NAME,
+    QWEN_NEXT,
+    QWEN_NEXT_NAME,
+    Config,
+    Models,
+    plain,
+)
+from benchmarks.suites.zero_drift import LLAMA, QWEN, cost, own_ops, tiny
 from isobit.bench.check_gate import CheckFailed
 from isobit.bench.goals import Cell, Goal, limit
 from isobit.drift import Report, measure
@@ -41,6 +49,8 @@ LAYERS = 4
 MODELS = {
     "qwen3-0.6b-4-layers": replace(QWEN, num_hidden_layers=LAYERS),
     "llama-3-8b-4-layers": replace(LLAMA, num_hidden_layers=LAYERS),
+    QWEN_NEXT_NAME: QWEN_NEXT,
+    QWEN_35_NAME: QWEN_35,
 }
 METRICS = "drift_metrics"
 
@@ -119,7 +129,8 @@ def _series(name: str, axis: str) -> Series:
         op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name),
         call=partial(measured, axis, True), cost=partial(_forward_cost, name), judge=lambda args: Judge(),
         rivals={"sdpa": Rival("sdpa", partial(measured, axis, False), directions=None)}, directions=(axis,),
-        needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True, runs=2,
+        needs=("attention", "det_linear", "rms_norm", "logp", *own_ops(MODELS[name])),
+        imports=("transformers",), step=True, runs=2,
         against="sdpa", copy=False, about="a measurement of drift, one axis",
         shared=lambda case: name, rehearse=(partial(rehearse, name),) if first else (),
     )  # fmt: skip

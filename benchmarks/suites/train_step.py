@@ -4,7 +4,8 @@ backward; no optimizer. Random weights, bf16, gradients of all parameters.
     plain         the model as it is: logits, in fp32, cross-entropy
     isobit:head   its body, and `isobit.linear_logp` instead of logits
     isobit        the same, every linear layer through `isobit.det_linear`, and experts, if there are any,
-                  through `isobit.nn.DetExperts`; their router is the model's own
+                  through `isobit.nn.DetExperts`; their router is the model's own, and so is what gated delta
+                  nets compute between their linear layers
 
 A step launches hundreds of kernels, so the time of a small one depends on the host: wall time is measured.
 The rows `:new` are micro-batches that are packed and not padded: every step has another number of tokens. No
@@ -34,7 +35,7 @@ from isobit.nn import swap_linear
 from isobit.ops.linear_logp.op import linear_logp
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
-from isobit.spec.series import Pool, Series
+from isobit.spec.series import NotHere, Pool, Series
 
 #: Allowed relative differences from `plain`: of the loss, of the norm of all gradients, and of the norm of
 #: each matrix's gradient. Vectors are left out of the last: the gradient of the bias of keys is nearly pure
@@ -83,16 +84,51 @@ class Config:
         columns = self.more.get("moe_intermediate_size", self.intermediate_size)
         return count, self.more.get("num_experts_per_tok", 1), columns
 
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Of its layers."""
+        found: Sequence[str] = self.more.get("layer_types", ["full_attention"] * self.num_hidden_layers)
+        return found
+
+    @property
+    def delta_nets(self) -> int:
+        """How many of its layers are gated delta nets."""
+        return list(self.kinds).count("linear_attention")
+
+    @property
+    def states(self) -> int:
+        """Elements of the state of a sequence in a gated delta net; 0 in a model that has none."""
+        if not self.delta_nets:
+            return 0
+        K, V = self.more["linear_key_head_dim"], self.more["linear_value_head_dim"]
+        return int(self.more["linear_num_value_heads"] * K * V)
+
+    def mixing(self) -> int:
+        """Weights of linear layers by which tokens are mixed, in all layers: of attention, whose queries
+        have a gate in models with gated delta nets, and of these."""
+        D, more = self.hidden_size, self.more
+        q, kv = (self.head_dim * n for n in (self.num_attention_heads, self.num_key_value_heads))
+        attention = (3 if self.delta_nets else 2) * D * q + 2 * D * kv
+        if not self.delta_nets:
+            return self.num_hidden_layers * attention
+        heads = more["linear_num_value_heads"]
+        k, v = (
+            more["linear_num_key_heads"] * more["linear_key_head_dim"],
+            heads * more["linear_value_head_dim"],
+        )
+        net = D * (2 * k + 3 * v + 2 * heads)
+        return (self.num_hidden_layers - self.delta_nets) * attention + self.delta_nets * net
+
     def products(self, tokens: int) -> tuple[int, int]:
         """(multiplications of a token by weights, weights that are read for so many tokens), with the
         head."""
         D, (count, of_a_token, columns) = self.hidden_size, self.experts
-        q, kv = (self.head_dim * n for n in (self.num_attention_heads, self.num_key_value_heads))
-        router = D * count if count > 1 else 0
+        shared = self.more.get("shared_expert_intermediate_size", 0)
+        layer = (D * count if count > 1 else 0) + 3 * D * shared + (D if shared else 0)
         hit = count * (1 - (1 - 1 / count) ** (tokens * of_a_token)) if count > 1 else 1
-        layer, head = 2 * D * q + 2 * D * kv + router, D * self.vocab_size
-        each = self.num_hidden_layers * (layer + 3 * D * columns * of_a_token) + head
-        return each, self.num_hidden_layers * (layer + int(3 * D * columns * hit)) + head
+        rest = self.num_hidden_layers * layer + self.mixing() + D * self.vocab_size
+        each = self.num_hidden_layers * 3 * D * columns * of_a_token
+        return rest + each, rest + self.num_hidden_layers * int(3 * D * columns * hit)
 
     def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
         """The model with random weights, drawn on the device."""
@@ -100,7 +136,8 @@ class Config:
 
         own = ("kind", "rope_theta", "more", "attention")
         sizes = {name: value for name, value in vars(self).items() if name not in own}
-        config = getattr(transformers, f"{self.kind}Config")(
+        of_text = getattr(transformers, f"{self.kind}TextConfig", None)
+        config = (of_text or getattr(transformers, f"{self.kind}Config"))(
             **sizes, **self.more, rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             attn_implementation=self.attention, use_cache=False,
         )  # fmt: skip
@@ -125,16 +162,38 @@ QWEN_MOE = Config(
     "Qwen3Moe", 151936, 2048, 6144, 4, 32, 4, tie_word_embeddings=False, rope_theta=1e6, more=QWEN_EXPERTS
 )
 
+#: The layers of Qwen3-Next and Qwen3.5: a quarter of them are attention, and the others gated delta nets.
+DELTA_NETS = {
+    "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}  # fmt: skip
+#: With the experts of Qwen3-Next-80B-A3B: 512 of them, 10 of a token, and one that all tokens share.
+QWEN_NEXT = Config(
+    "Qwen3Next", 151936, 2048, 5120, 4, 16, 2, tie_word_embeddings=False, rope_theta=1e7,
+    more={
+        **DELTA_NETS, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+)  # fmt: skip
+QWEN_35 = Config(
+    "Qwen3_5", 248320, 4096, 12288, 4, 16, 4, tie_word_embeddings=False, rope_theta=1e7, more=DELTA_NETS
+)
+
 #: What a tiny model has instead.
 TINY = {
     "head_dim": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "sliding_window": 6,
+    "moe_intermediate_size": 32, "sliding_window": 6, "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
 }  # fmt: skip
 
 
 def shrunk(config: Config, **sizes: Any) -> Config:
-    """A model of that kind for a CPU."""
+    """A model of that kind for a CPU, with the last two kinds of its layers."""
     more = {name: TINY.get(name, value) for name, value in config.more.items()}
+    if "layer_types" in more:
+        more["layer_types"] = more["layer_types"][-2:]
     return replace(config, vocab_size=256, hidden_size=64, num_hidden_layers=2, more=more, **sizes)
 
 
@@ -247,8 +306,18 @@ def _loss_and_norms(names: Sequence[str], result: tuple[Tensor, ...]) -> tuple[f
 
 
 def agreement(args: Args) -> Agreement:
+    """Of gated delta nets transformers may call FLA's kernels, whose backward raises an error on Hopper with
+    some versions of Triton."""
     models: Models = args["models"]
-    loss, norms = _loss_and_norms(models.names, plain(args))
+    try:
+        step = plain(args)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "linear_attention" not in (getattr(models.plain.config, "layer_types", None) or ()):
+            raise
+        raise NotHere(f"the model as it is does not train: {error}") from error
+    loss, norms = _loss_and_norms(models.names, step)
     return Agreement(models.names, loss, norms, tuple(p.ndim > 1 for p in models.parameters))
 
 
@@ -313,13 +382,21 @@ def cost(config: Config, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     B, T = dims.values()
     each, weights = config.products(B * T)
     q = config.head_dim * config.num_attention_heads
-    flops = 2 * B * T * each + config.num_hidden_layers * 2 * B * T * T * q
+    flops = 2 * B * T * each + (config.num_hidden_layers - config.delta_nets) * 2 * B * T * T * q
+    flops += delta_rule(config, B * T)
     read = weights * dtype.itemsize
     return Cost(read, 2 * read, flops, 2 * flops)
 
 
+def delta_rule(config: Config, tokens: int) -> int:
+    """Operations of the gated delta rule as a recurrence: q and k by the state, and the state's update."""
+    return 2 * 3 * tokens * config.delta_nets * config.states
+
+
 QWEN_NAME, LLAMA_NAME = "qwen2.5-0.5b", "llama-3-8b-4-layers"
 MOE_NAME = "qwen3-30b-a3b-4-layers"
+QWEN_NEXT_NAME, QWEN_35_NAME = "qwen3-next-80b-a3b-4-layers", "qwen3.5-9b-4-layers"
+_WITH_EXPERTS = (MOE_NAME, QWEN_NEXT_NAME)
 
 
 def _tokens(cell: Cell) -> int:
@@ -331,15 +408,18 @@ def _large_llama(cell: Cell) -> bool:
 
 
 def _large(cell: Cell) -> bool:
-    return _tokens(cell) >= 4096 and not _large_llama(cell) and cell.op != MOE_NAME
+    return _tokens(cell) >= 4096 and not _large_llama(cell) and cell.op not in _WITH_EXPERTS
+
+
+def _large_with_experts(cell: Cell) -> bool:
+    return cell.op in _WITH_EXPERTS and _tokens(cell) >= 4096
 
 
 GOALS = (
     Goal("1 x 512 tokens", lambda cell: _tokens(cell) < 4096, most=1.15),
     Goal("4096 tokens and more", _large, most=1.05),
     Goal("8 x 2048 tokens, Llama", _large_llama, most=1.06),
-    Goal("4096 tokens and more, experts", lambda cell: cell.op == MOE_NAME and _tokens(cell) >= 4096,
-         most=1.0),
+    Goal("4096 tokens and more, experts", _large_with_experts, most=1.0),
     Goal("another number of tokens every step", lambda cell: True, most=1.10, impl="isobit:new",
          against="plain:new"),
 )  # fmt: skip
@@ -365,4 +445,6 @@ SERIES: Sequence[Series] = (
     _series(QWEN_NAME, QWEN),
     _series(LLAMA_NAME, LLAMA),
     _series(MOE_NAME, QWEN_MOE),
+    _series(QWEN_NEXT_NAME, QWEN_NEXT),
+    _series(QWEN_35_NAME, QWEN_35),
 )

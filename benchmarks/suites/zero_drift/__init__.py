@@ -6,7 +6,8 @@ it achieves. Random weights, bf16, eager.
     isobit   the same parameters after `isobit.integrations.hf.zero_drift`
 
 Two kinds of steps, timed by wall time. `decode` is one more token for each of B sequences with S keys in a
-dynamic cache, as in `generate`; the keys are random numbers. `fwd_bwd` is a training step, with the model's
+dynamic cache, as in `generate`; the keys are random numbers. A gated delta net has the state after S random
+tokens, which every step takes one token further. `fwd_bwd` is a training step, with the model's
 own loss and gradients of all parameters.
 
 Before anything is timed, each model decodes in the ways of `drift.RUNS`, and every decoded sequence
@@ -26,7 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suites.train_step import EXPERTS, QWEN_EXPERTS, Config, Models, agreement, plain, shrunk
+from benchmarks.suites.train_step import (
+    EXPERTS,
+    QWEN_35,
+    QWEN_35_NAME,
+    QWEN_EXPERTS,
+    QWEN_NEXT,
+    QWEN_NEXT_NAME,
+    Config,
+    Models,
+    agreement,
+    delta_rule,
+    plain,
+    shrunk,
+)
 from benchmarks.suites.zero_drift.drift import (
     FEW_RUNS,
     FEW_TRAINED,
@@ -80,13 +94,16 @@ def tiny(config: Config) -> Config:
 
 # Steps
 
+#: Tokens at once, when the state of a gated delta net is made.
+PIECE = 1024
+
 #: Marks which model a decoding step was of, among its results.
 OURS, THEIRS = torch.tensor(0), torch.tensor(1)
 
 
 @dataclass
 class Decoding:
-    """One more token; afterwards the cache is as before."""
+    """One more token; afterwards the keys in the cache are as before."""
 
     model: Any
     cache: Any
@@ -109,12 +126,23 @@ def decoding(model: Any, B: int, S: int, seed: int) -> Decoding:
     import transformers
 
     config, weight = model.config, model.lm_head.weight
-    heads, D = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+    heads = config.num_key_value_heads
     gen = torch.Generator(weight.device).manual_seed(seed)
     cache = transformers.DynamicCache(config=config)
-    for layer in range(config.num_hidden_layers):
-        k, v = (torch.empty(B, heads, S, D, dtype=weight.dtype, device=weight.device) for _ in range(2))
-        cache.update(k.normal_(generator=gen), v.normal_(generator=gen), layer)
+
+    def drawn(*shape: int) -> Tensor:
+        empty = torch.empty(*shape, dtype=weight.dtype, device=weight.device)
+        return empty.normal_(generator=gen)
+
+    for i, layer in enumerate(model.model.layers):
+        if hasattr(layer, "self_attn"):
+            size = (B, heads, S, layer.self_attn.head_dim)
+            cache.update(drawn(*size), drawn(*size), i)
+            continue
+        for first in range(0, S, PIECE):
+            given = drawn(B, min(PIECE, S - first), config.hidden_size)
+            with torch.no_grad():
+                layer.linear_attn(given, cache_params=cache)
     ones = torch.ones(B, S + 1, dtype=torch.int64, device=weight.device)
     inputs = {"input_ids": ones[:, :1], "attention_mask": ones, "position_ids": ones[:, :1] * S}
     return Decoding(model, cache, inputs)
@@ -233,23 +261,25 @@ def rehearse(config: Config, part: int, pool: Pool) -> None:
 
 
 def cost(config: Config, training: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Products of the linear layers and the head, and attention; every weight and every key is read once."""
+    """Products of the linear layers and the head, attention, and the gated delta rule; every weight and every
+    key is read once, and a state in 16 bits."""
     B, length = dims.values()
     tokens = B * length if training else B
     each, weights = config.products(tokens)
     heads = [config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads)]
     q, kv, read, seen = *heads, weights * dtype.itemsize, _seen(config, length)
     if not training:
-        return Cost(read + B * seen * kv * 2 * dtype.itemsize, 0, 2 * B * each + 4 * B * seen * q, 0)
-    flops = 2 * tokens * each + 2 * tokens * seen * q
+        read += B * (seen * kv * 2 + config.delta_nets * config.states) * dtype.itemsize
+        return Cost(read, 0, 2 * B * each + 4 * B * seen * q + delta_rule(config, B), 0)
+    flops = 2 * tokens * each + 2 * tokens * seen * q + delta_rule(config, tokens)
     return Cost(read, 2 * read, flops, 2 * flops)
 
 
 def _seen(config: Config, length: int) -> int:
     """Keys that the last token of a sequence sees, in all layers."""
-    kinds = config.more.get("layer_types", ["full_attention"] * config.num_hidden_layers)
-    window = config.more.get("sliding_window", length)
-    return sum(length if kind == "full_attention" else min(length, window) for kind in kinds)
+    window = min(length, config.more.get("sliding_window", length))
+    keys = {"full_attention": length, "sliding_attention": window, "linear_attention": 0}
+    return sum(keys[kind] for kind in config.kinds)
 
 
 def _goals(name: str, config: Config, training: bool) -> list[Goal]:
@@ -269,6 +299,15 @@ def _goals(name: str, config: Config, training: bool) -> list[Goal]:
 #: The op of attention with sinks.
 SINKS = ("attention_sink",)
 
+#: The ops of a gated delta net.
+NETS = ("gated_delta_rule", "gated_delta_rule_step", "causal_conv1d", "delta_gates", "rms_norm_gated")
+
+
+def own_ops(config: Config) -> tuple[str, ...]:
+    """What not every model is computed by."""
+    experts = EXPERTS if config.experts[0] > 1 else ()
+    return (*experts, *(SINKS if config is GPT_OSS else ()), *(NETS if config.delta_nets else ()))
+
 
 def _trained_by(config: Config) -> list[Case]:
     """Scores of eager attention are stored, so the largest case of others is left out."""
@@ -279,7 +318,7 @@ def _series(name: str, config: Config, training: bool) -> Series:
     direction = "fwd_bwd" if training else "decode"
     theirs: Callable[[Args], Any] = plain if training else partial(decode, THEIRS)
     cases = _trained_by(config) if training else DECODE
-    own = (*(EXPERTS if config.experts[0] > 1 else ()), *(SINKS if config is GPT_OSS else ()))
+    own = own_ops(config)
 
     return Series(
         op=None, name=name, cases=cases, core=cases[:2], small=TRAIN_SMALL if training else DECODE_SMALL,
@@ -293,7 +332,10 @@ def _series(name: str, config: Config, training: bool) -> Series:
     )  # fmt: skip
 
 
-_MODELS = {LLAMA_NAME: LLAMA, QWEN_NAME: QWEN, QWEN_MOE_NAME: QWEN_MOE, GPT_OSS_NAME: GPT_OSS}
+_MODELS = {
+    LLAMA_NAME: LLAMA, QWEN_NAME: QWEN, QWEN_MOE_NAME: QWEN_MOE, GPT_OSS_NAME: GPT_OSS,
+    QWEN_NEXT_NAME: QWEN_NEXT, QWEN_35_NAME: QWEN_35,
+}  # fmt: skip
 SERIES: Sequence[Series] = tuple(
     _series(name, config, training) for name, config in _MODELS.items() for training in (False, True)
 )

@@ -189,7 +189,8 @@ def _padding(given: Tensor, end: int | Tensor, new: int | None) -> tuple[Tensor,
     most, most_runs, ended, *counted = torch.stack(looks).tolist()
     ends_at = counted[0] if counted else end
     if most_runs > 1:
-        raise refusal("attention_mask has padding between tokens of a row: put it in front of them all")
+        rule = "put it in front of them all, as tokenizers do with padding_side='left'"
+        raise refusal(f"attention_mask has padding between tokens of a row: {rule}")
     if given.shape[1] < ends_at or (new is not None and given.shape[1] != ends_at):
         raise refusal(f"attention_mask has {given.shape[1]} columns for {ends_at} tokens")
     if new == 1 and ended:

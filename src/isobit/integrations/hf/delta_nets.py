@@ -10,10 +10,7 @@ like all others. Tokens that the mask excludes are taken out before the layer an
 chunks and the convolution begin at a row's first token, wherever the padding is. How many tokens count is
 read on the host, once per forward. Without a mask, as for every decoded token, nothing waits for the device.
 
-What a layer keeps between calls is in transformers' own cache: the last inputs of the convolution in its
-`conv_states`, and the tensors of a `DeltaState` in its `recurrent_states`, one after another. All of them
-have one row per sequence, so what transformers does with a cache (reordering for beams, moving it to another
-device, resetting it) it does with these too. It does not crop a cache with recurrent states.
+What a layer keeps between calls is in transformers' own cache, see `delta_cache`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ from isobit.ops.causal_conv1d import causal_conv1d
 from isobit.ops.delta_gates import delta_gates
 from isobit.ops.gated_delta_rule import gated_delta_rule
 from isobit.ops.gated_delta_rule_step import gated_delta_rule_step
-from isobit.ops.gated_delta_rule_step.state import TENSORS, DeltaState
+from isobit.ops.gated_delta_rule_step.state import DeltaState
 from isobit.ops.rms_norm_gated import rms_norm_gated
 
 #: Classes of transformers that are served.
@@ -97,8 +94,8 @@ class Tokens:
             looks = torch.stack((runs.amax(), lengths.sum(), lengths.amax()))
             most_runs, total, longest = map(int, looks.tolist())
             if most_runs > 1:
-                rule = "attention_mask has padding between tokens of a row: put it in front of them all"
-                raise refusal(module, rule)
+                rule = "put it in front of them all, as tokenizers do with padding_side='left'"
+                raise refusal(module, f"attention_mask has padding between tokens of a row: {rule}")
             known = cls(B, T, Live.of(counted, total, longest))
             mask.isobit_tokens = known  # type: ignore[attr-defined]
         return known
@@ -111,6 +108,21 @@ class Tokens:
     def taken(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, N, ...], or x itself if all tokens count."""
         return x if self.live is None else x.flatten(0, 1).index_select(0, self.live.at)[None]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1, N, ...] -> [B, longest, ...]: every row begins with its first token, and ends with zeros; or x
+        itself if all tokens count."""
+        if self.live is None:
+            return x
+        empty = x.new_zeros(self.B * self.live.longest, *x.shape[2:])
+        return empty.index_copy(0, self.live.place, x[0]).unflatten(0, (self.B, self.live.longest))
+
+    def counted(self, device: torch.device) -> Tensor:
+        """[B, T] bool: which ones."""
+        if self.live is None:
+            return torch.ones(self.B, self.T, dtype=torch.bool, device=device)
+        none = torch.zeros(self.B * self.T, dtype=torch.bool, device=device)
+        return none.index_fill(0, self.live.at, True).unflatten(0, (self.B, self.T))
 
     def put_back(self, x: Tensor) -> Tensor:
         """The way back: zeros where no token counts."""
@@ -128,48 +140,44 @@ class Past:
 
     def __init__(self, module: Any, cache: Any, tokens: Tokens, dtype: torch.dtype) -> None:
         layer = cache.layers[module.layer_idx]
-        if not hasattr(layer, "number_of_states"):
-            raise refusal(module, f"its cache is a {type(layer).__name__}, which is not supported")
-        if getattr(layer, "record_past", False):
-            raise refusal(module, "the cache is to be cropped, and this layer cannot take tokens back")
-        self.layer, self.module = layer, module
-        self.fresh = not layer.has_previous_state[0]
+        begun = any(getattr(layer, "has_previous_state", {}).values())
+        # It imports transformers.
+        kept = import_module("isobit.integrations.hf.delta_cache").layer_of(layer, begun)
+        if kept is None:
+            what = f"its cache is a {type(layer).__name__}"
+            why = "begun without zero_drift: begin a new cache" if begun else "which is not supported"
+            raise refusal(module, f"{what}, {why}")
+        self.layer, self.module, self.tokens, self.fresh = kept, module, tokens, not begun
+        self.width = module.conv1d.weight.shape[-1] - 1
         if self.fresh:
-            self._begin(tokens.B, dtype)
+            self._begin(dtype)
+        if kept.record_past and not kept.records:
+            kept.record()
 
-    def _begin(self, B: int, dtype: torch.dtype) -> None:
+    def _begin(self, dtype: torch.dtype) -> None:
         """Of sequences without a token yet."""
-        module, layer, weight = self.module, self.layer, self.module.conv1d.weight
+        module, B, weight = self.module, self.tokens.B, self.module.conv1d.weight
         state = DeltaState(
             B, module.num_k_heads, module.num_v_heads, K=module.head_k_dim, V=module.head_v_dim,
-            dtype=dtype, device=weight.device,
+            dtype=dtype, device=weight.device, drafts=self.layer.record_past,
         )  # fmt: skip
-        tensors = state.tensors()
-        count = range(len(TENSORS))
-        layer.number_of_states, layer.dtype, layer.device = len(TENSORS), dtype, weight.device
-        layer.conv_states = dict.fromkeys(count)
-        D, _, W = weight.shape
-        layer.conv_states[0] = weight.new_zeros(B, W - 1, D, dtype=dtype)
-        layer.recurrent_states = {i: tensors[name] for i, name in enumerate(TENSORS)}
-        layer.is_conv_states_initialized = {i: i == 0 for i in count}
-        layer.is_recurrent_states_initialized = dict.fromkeys(count, True)
-        layer.has_previous_state = dict.fromkeys(count, False)
+        self.layer.begin(state, weight.new_zeros(B, self.width, weight.shape[0], dtype=dtype))
 
     @property
     def inputs(self) -> Tensor:
         """[B, W - 1, D] of the convolution."""
-        state: Tensor = self.layer.conv_states[0]
-        return state
+        known: Tensor = self.layer.conv_states[0]
+        return known[:, -self.width :].contiguous()
 
-    def state(self) -> DeltaState:
-        return DeltaState.from_tensors(
-            {name: self.layer.recurrent_states[i] for i, name in enumerate(TENSORS)}
-        )
-
-    def ends(self, inputs: Tensor) -> None:
-        """After a call."""
-        self.layer.conv_states[0].copy_(inputs.detach())
-        self.layer.has_previous_state = dict.fromkeys(self.layer.has_previous_state, True)
+    def ends(self, given: Tensor, last: Tensor) -> None:
+        """After a call: all inputs of the convolution, and the last ones of each sequence."""
+        layer, tokens = self.layer, self.tokens
+        if layer.records:
+            lengths = None if tokens.live is None else tokens.live.lengths
+            layer.add(tokens.spread(given.detach()), lengths, tokens.counted(given.device))
+        else:
+            layer.conv_states[0].copy_(last.detach())
+        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
 
 
 # The layer
@@ -196,15 +204,16 @@ class DetGatedDeltaNet(nn.Module):
             initial_state=None if past is None or past.fresh else past.inputs,
             return_final_state=past is not None,
         )  # fmt: skip
-        mixed = convolved if past is None else convolved[0]
-        q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+        if past is not None:
+            convolved, last = convolved
+        q, k, v = convolved.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
         q, k = (t.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)).contiguous() for t in (q, k))
         v = v.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)).contiguous()
         g, beta = delta_gates(a, b, layer.A_log, layer.dt_bias)
         given = (q, k, v, g, beta)
         out = _recurrence(given, tokens, past)
         if past is not None:
-            past.ends(convolved[1])
+            past.ends(mixed, last)
         out = layer.norm(out, z)
         made: Tensor = tokens.put_back(layer.out_proj(out.flatten(-2)))
         return made
@@ -247,17 +256,11 @@ def _recurrence(given: Given, tokens: Tokens, past: Past | None) -> Tensor:
 
 def _kept(given: Given, tokens: Tokens, past: Past) -> Tensor:
     """With the state."""
-    live, state = tokens.live, past.state()
+    live, state = tokens.live, past.layer.state
     options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "from_empty": past.fresh}
     if live is None:
         return gated_delta_rule_step(state, *given, **options)
-    rows = (tokens.B, live.longest)
-
-    def spread(t: Tensor) -> Tensor:
-        empty = t.new_zeros(rows[0] * rows[1], *t.shape[2:])
-        return empty.index_copy(0, live.place, t[0]).unflatten(0, rows)
-
-    made = gated_delta_rule_step(state, *map(spread, given), lengths=live.lengths, **options)
+    made = gated_delta_rule_step(state, *map(tokens.spread, given), lengths=live.lengths, **options)
     return made.flatten(0, 1).index_select(0, live.place)[None]
 
 

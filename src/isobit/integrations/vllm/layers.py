@@ -30,6 +30,9 @@ MODELS: dict[str, Literal["before", "after"]] = {
     "MixtralForCausalLM": "before", "OlmoeForCausalLM": "before", "GptOssForCausalLM": "after",
 }  # fmt: skip
 
+#: vLLM's base class of layers with a recurrent state. By its name: it has been in several modules.
+RECURRENT = "MambaBase"
+
 #: Counts a call, by the name of what served it.
 Count = Callable[[str], None]
 
@@ -182,6 +185,18 @@ def _computes(module: nn.Module) -> bool:
     )
 
 
+def _unknown(module: nn.Module) -> str | None:
+    """Why a module of a class that isobit does not know is refused, if it computes something."""
+    kind = type(module)
+    if any(base.__name__ == RECURRENT for base in kind.__mro__):
+        return (
+            f"{kind.__name__} is linear attention, which vLLM decodes by a recurrence and training computes "
+            "in chunks: roll out with transformers under isobit.integrations.hf.zero_drift, which serves the "
+            "gated delta nets of Qwen3-Next and Qwen3.5"
+        )
+    return f"{kind.__name__} is not served" if _computes(module) else None
+
+
 def _inside(name: str, owners: set[str]) -> bool:
     """Whether a module is a part of one of these."""
     return any(name.startswith(f"{owner}.") for owner in owners)
@@ -203,7 +218,7 @@ def refused(model: nn.Module) -> dict[str, str]:
                 known.add(name)
             reason = kind.why_not(module)
         else:
-            reason = f"{type(module).__name__} is not served" if _computes(module) else None
+            reason = _unknown(module)
         if reason is not None:
             reasons[name] = reason
     return reasons

@@ -315,6 +315,23 @@ class DeltaState:
         """A copy that shares no memory with this."""
         return self._like({name: t.clone() for name, t in self.tensors().items()})
 
+    @torch.no_grad()
+    def with_drafts(self) -> "DeltaState":
+        """A copy that stores the chunk before the present one too, from the next end of a chunk on. Until
+        then rows of the present chunk can be taken back, as before."""
+        if self.drafts:
+            return self.clone()
+        made = DeltaState(
+            self.slots, self.heads, self.value_heads, K=self.K, V=self.V, dtype=self.dtype,
+            device=self.device, drafts=True,
+        )  # fmt: skip
+        made.place.copy_(self.place)  # without drafts, the first chunk that is stored is the present one
+        every, half = torch.arange(self.slots, device=self.device), made.half(self.place[:, CHUNKS])
+        for name, t in self.tensors().items():
+            if name != "place":
+                getattr(made, name)[every, half] = t[:, 0]
+        return made
+
     @staticmethod
     def from_tensors(tensors: dict[str, Tensor]) -> "DeltaState":
         """A state whose memory are these tensors, by the names that `tensors` gives them: for a cache that
