@@ -103,7 +103,7 @@ def test_sums_of_any_number_of_rows_take_the_tile_of_one_number() -> None:
     other tile is faster."""
     for M, N in itertools.product((64, 896, 1024, 4096, 4864, 65536), (40, 512, 896, 4096, 14336)):
         for sms, itemsize in itertools.product((78, SMS), (2, 4)):
-            chosen = hopper_product._SUMS.index(hopper_product._sum_tile(M, N, sms, itemsize))
+            chosen = hopper_product._SUMS.index(hopper_product.sum_tile(M, N, sms, itemsize))
             for K in (1, 63, 777, 4096, 16381, 65536, 1 << 20):
                 (times,) = microseconds(hopper_product._SUMS, (M,), N, K, sms, itemsize)
                 assert times[chosen] <= times.min() * (1 + 1e-12)

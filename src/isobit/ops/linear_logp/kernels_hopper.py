@@ -327,10 +327,10 @@ def packed_slots(
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
     each, scale = None, LOG2E * factor
-    if isinstance(temperature, Tensor):
-        each = temperature
-    else:
+    if isinstance(temperature, float | int):
         scale /= temperature
+    else:
+        each = temperature
     rows = (args["token_ids"], args["mask"], each)
     slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_parts)
     return slots, factor
