@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.goals.linear_logp import GOALS
+from benchmarks.goals.logp import GOALS as LOGP_GOALS
 from isobit.bench import runner
 from isobit.bench.cases import series_of, subject_of
 from isobit.bench.goals import Goal, cells, limit, longer_of_floor_and, summary
@@ -96,6 +97,23 @@ def test_means_over_many_shapes() -> None:
     usual = mean("linear_logp_kept", rivals.SHAPES[0], 3.34) | mean("linear_logp_frozen", rivals.SHAPES[0], 3)
     assert sum(what.endswith((frozen, kept)) for what in usual) == 2 and len(usual) == 4
     assert mean("linear_logp_frozen", rivals.TRAINED[1], 9.0) == {}
+
+
+def test_logp_of_a_tenth_of_the_rows_is_held_against_the_bytes_of_that_tenth() -> None:
+    every, tenth = series_of(known_op("logp"))
+    (case, *_), dtype = tenth.cases, torch.float16
+    share = tenth.cost(case.dims, dtype).fwd_bytes / every.cost(case.dims, dtype).fwd_bytes
+    assert tenth.options == {"mask": 0.1} and 0.08 < share < 0.12
+    whole, part = (one.cost(case.dims, dtype).bwd_bytes for one in (every, tenth))
+    assert 0.54 < part / whole < 0.56  # the gradient of every row is written
+    for ms, is_met in ((0.115, True), (0.118, False)):
+        found = [
+            row | {"direction": "fwd"}
+            for row in rows("logp_tenth", (1, 1, 1), isobit=ms, **{"torch.compile": 1.0})
+        ]
+        entries = [e for e in summary(found, None, LOGP_GOALS) if e["cells"]]
+        assert [e["met"] for e in entries] == [is_met, True]
+    assert not any(e["cells"] for e in summary(rows("logp", (1, 1, 1), isobit=9), None, LOGP_GOALS))
 
 
 def shapes(cases: Sequence[Case]) -> set[tuple[int, ...]]:
