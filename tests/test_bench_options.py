@@ -130,7 +130,7 @@ def test_an_option_chooses_the_kinds_of_calls_that_take_it() -> None:
 def test_a_layout_with_holes_is_timed_with_its_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the copies of the inputs that keep the cache cold."""
     monkeypatch.setattr("isobit.spec.series.copies_for", lambda nbytes, device: 3)
-    (series,) = series_of(LOGP)
+    series, *_ = series_of(LOGP)
     from isobit.spec.series import Pool
 
     case = dataclasses.replace(parse_case("N=5,V=7,dtype=fp32", LOGP), layout="padded")
@@ -182,7 +182,7 @@ def test_other_backends_and_rivals_are_declared_at_two_shapes(name: str) -> None
 
 def test_a_declared_backend_that_cannot_serve_here_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     case = parse_case("N=7,V=9", LOGP)
-    (series,) = series_of(LOGP)
+    series, *_ = series_of(LOGP)
     beside = dataclasses.replace(series, also={"hopper": [case], "twin": [case]})
     monkeypatch.setattr("isobit.ops.logp.rivals.SERIES", [beside])
     LOGP.backend("twin", run=LOGP.backend_named("reference").run, numerics="none")

@@ -160,12 +160,14 @@ def test_every_suite_has_a_core(name: str) -> None:
 
 def test_the_core_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the declared core; here small versions of it."""
-    (series,) = series_of(LOGP)
+    series, *_ = series_of(LOGP)
     jobs = runner._jobs("logp", [series], None, None, runner.torch.device("cuda"), {}, True)
     assert [case for _, case, _ in jobs] == list(series.core)
     options: dict[str, Any] = {"device": "cpu", "repetitions": 2, "skip_check": True, "say": lambda t: None}
     report = run("logp", core=True, impls=["isobit"], directions=["fwd"], **options)
-    assert [case.split(" V=")[1] for case in cases(report)] == ["50257 fp16", "151936 bf16"]
+    every = [row["case"] for row in report["rows"] if row["op"] == "logp"]
+    assert [case.split(" V=")[1] for case in every] == ["50257 fp16", "151936 bf16"]
+    assert {row["op"] for row in report["rows"]} == {"logp", "logp_tenth"}
     assert report["command"] == "isobit bench --op logp --device cpu --core --direction fwd --impl isobit"
 
 

@@ -131,6 +131,15 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 11 not in answers.values()
 
 
+def test_answers_that_were_cached_first_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_key, "MOST_KEYS", 16)
+    answers: dict[CacheKey, int] = {}
+    for i in range(40):
+        remember(answers, (i,), i)
+        kept = list(answers.values())
+        assert kept == list(range(i + 1 - len(kept), i + 1)) and len(kept) >= min(i + 1, 15)
+
+
 def test_the_descriptor_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     monkeypatch.setattr(descriptors, "_descriptors", {})

@@ -86,6 +86,16 @@ def test_every_chunk_size_has_its_own(computed: list[list[int]]) -> None:
     assert len(computed) == 3
 
 
+def test_those_used_last_are_kept(computed: list[list[int]]) -> None:
+    """And not those computed last: one tensor that every step uses stays among many that one step uses."""
+    every_step = torch.tensor([0, 70])
+    others = [torch.tensor([0, 10 + i]) for i in range(2 * module.MOST_KEPT)]
+    for other in others:
+        chunk_indices(every_step, 16)
+        chunk_indices(other, 16)
+    assert computed.count([0, 70]) == 1 and len(module._kept) == module.MOST_KEPT
+
+
 @pytest.mark.parametrize("kernels", [kernels_hopper, kernels_triton], ids=["hopper", "triton"])
 def test_no_kernel_reads_them(kernels: Any) -> None:
     """Otherwise a call in another stream would have to wait for those that are kept."""

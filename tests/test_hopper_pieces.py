@@ -267,6 +267,22 @@ def test_whole_splits_are_not_shared_where_they_keep_the_sms_busy(N: int, D: int
     assert forward.schedule_for(N, D, V, 132) == forward.whole_splits(N, V, 132)
 
 
+def test_a_schedule_is_that_of_the_next_multiple_of_64_rows() -> None:
+    """So a batch of a new size seldom asks the model. Rounding changes nothing: not the choice for a size,
+    nor the model's time of any schedule."""
+    for D, V in ((896, 151936), (4096, 128256), (4096, 2048)):
+        for N in (*range(1, 260), *range(3700, 3990), 6000):
+            assert forward.schedule_for(N, D, V, 132) == forward._schedule.__wrapped__(N, D, V, 132, 0)
+            for tile, pieces in ((MANY, 0), (FEW, 0), (FEW, 3), (MANY, 4)):
+                schedule = forward.Schedule(tile, pieces)
+                assert schedule.us(N, D, V, 132) == schedule.us(-(-N // 64) * 64, D, V, 132)
+    assert forward.schedule_for(3841, 4096, 128256, 132) == forward.whole_splits(3841, 128256, 132)
+    before = forward._schedule.cache_info().misses
+    for N in range(1921, 1985):
+        forward.schedule_for(N, 3000, 128256, 132)
+    assert forward._schedule.cache_info().misses == before + 1
+
+
 @pytest.mark.parametrize("sms", [78, 114, 132, 144])
 def test_what_is_handed_on_fits_in_the_memory_that_the_page_promises(sms: int) -> None:
     for N in range(1, 6000, 64):

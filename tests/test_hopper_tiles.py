@@ -1,5 +1,6 @@
 """Tiles of the products: that they fit an SM, and that the rule chooses among them as measurements would."""
 
+import itertools
 import json
 import math
 from functools import cache
@@ -14,7 +15,7 @@ from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.kernels.hopper import product as hopper_product
 from isobit.kernels.hopper import tiles as hopper_tiles
-from isobit.kernels.hopper.tiles import Tile
+from isobit.kernels.hopper.tiles import Tile, microseconds
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 
@@ -95,6 +96,26 @@ def test_sums_of_few_rows_take_the_tile_that_keeps_most_multiprocessors_busy() -
     assert tile(4096, 2048) == tile(65536, 896) == (128, 128)
     assert tile(1024, 896) == tile(1024, 1024) == (64, 128)  # 112 tiles where there were 56
     assert tile(64, 4096) == tile(128, 512) == (64, 64)
+
+
+def test_sums_of_any_number_of_rows_take_the_tile_of_one_number() -> None:
+    """So a batch of a new size asks the model nothing, and loses nothing by it: by the model's own times no
+    other tile is faster."""
+    for M, N in itertools.product((64, 896, 1024, 4096, 4864, 65536), (40, 512, 896, 4096, 14336)):
+        for sms, itemsize in itertools.product((78, SMS), (2, 4)):
+            chosen = hopper_product._SUMS.index(hopper_product.sum_tile(M, N, sms, itemsize))
+            for K in (1, 63, 777, 4096, 16381, 65536, 1 << 20):
+                (times,) = microseconds(hopper_product._SUMS, (M,), N, K, sms, itemsize)
+                assert times[chosen] <= times.min() * (1 + 1e-12)
+
+
+def test_a_new_number_of_tokens_asks_no_model_for_the_tile_of_weight_gradients() -> None:
+    hopper_product.choose_sum_tile.cache_clear()
+    out = torch.empty(128, 64)
+    for K in range(1, 300, 7):
+        x, dy = torch.empty(K, 64).bfloat16(), torch.empty(K, 128).bfloat16()
+        hopper_product.sum_into(out, x, dy, launch=Recorder())
+    assert hopper_product.choose_sum_tile.cache_info().misses == 1
 
 
 # The rule against measurements

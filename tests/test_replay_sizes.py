@@ -4,6 +4,7 @@ every step, compiles nothing after the first one. Above a libcuda that only reco
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -54,27 +55,11 @@ def reasons(names: list[str]) -> dict[str, str | None]:
 
 
 #: What keeps a launcher from being traced. Its calls with new sizes run the launcher: correct, but slower.
-UNTRACEABLE = {
-    "head, everything": "unsupported operand",  # temperatures of rows
-    "linear backward, triton": "expand",
-    "linear backward, tree, triton": "expand",
-    "rms_norm backward": "len()",
-    "rms_norm backward, long rows": "len()",
-    "gemm": "became an integer",  # a loop over products
-    "gemm backward": "len()",
-    "gemm, triton": "len()",
-    "gemm backward, triton": "len()",
-    "gemm, hopper-tree8": "became an integer",
-    "gemm backward, hopper-tree8": "len()",
-    "gemm, triton-tree8": "len()",
-    "gemm backward, triton-tree8": "len()",
-    "experts backward, triton": "expand",
-    "head, shards": "a slice that is empty",
-    "logp, shards": "an index None",
-    "gated norm backward": "len()",
-    "gates backward": "len()",
-    **dict.fromkeys([name for name in CALLS if name.startswith("chunk backward")], "iterable"),
-}
+#: These loop over products, whose number is the size that varies.
+UNTRACEABLE = dict.fromkeys(
+    ("gemm", "gemm backward", "gemm, hopper-tree8", "gemm backward, hopper-tree8"),
+    "a function of no other sizes",
+)
 
 
 def test_launchers_are_traced_but_for_those_that_are_known_not_to_be() -> None:
@@ -124,6 +109,32 @@ def new_rows(
 )  # fmt: skip
 def test_a_new_number_of_rows_has_a_plan_at_once(name: str, counts: tuple[int, ...]) -> None:
     assert run(new_rows, name, counts) == [{}] * len(counts)
+
+
+def instead_of(size: int, count: int, call: Call) -> Call:
+    """The same call with another number wherever a dimension has this size."""
+    shapes = {name: given for name, given in call.given.items() if isinstance(given, Shape)}
+    return call.but(**{
+        name: shape(*[count if n == size else n for n in given.sizes], dtype=given.dtype)
+        for name, given in shapes.items() if size in given.sizes
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "counts"),
+    [("head, everything", 5, (6, 64)), ("head, shards", 5, (6, 2)), ("head backward, shards", 5, (6, 2)),
+     ("logp, shards", 5, (6, 64)), ("linear backward, triton", 33, (34, 40)),
+     ("linear backward, tree, triton", 33, (34, 48)), ("experts backward, triton", 66, (70, 80)),
+     ("gemm, triton", 3, (4, 16)), ("gemm backward, triton", 3, (4, 16)), ("gemm, triton-tree8", 3, (4,)),
+     ("gemm backward, triton-tree8", 3, (4,)), ("chunk backward", 300, (301, 384)),
+     ("chunk backward, the last", 300, (301,)), ("chunk backward, in slabs", 300, (301,)),
+     ("chunk backward, postponed", 300, (301,)),
+     # As many partial sums as before: the launcher asks for their number.
+     ("rms_norm backward", 33, (34, 40)), ("rms_norm backward, long rows", 5, (6, 8)),
+     ("gated norm backward", 33, (34, 40)), ("gates backward", 33, (34, 40))],
+)  # fmt: skip
+def test_a_new_size_anywhere_has_a_plan_at_once(name: str, old: int, counts: tuple[int, ...]) -> None:
+    assert run(new_rows, name, counts, partial(instead_of, old)) == [{}] * len(counts)
 
 
 def tokens(count: int, call: Call) -> Call:

@@ -116,6 +116,8 @@ def views_of(t: Any) -> list[Any]:
     first, second = t.new_empty(3 * n + 2, dtype=torch.float32).split((n, 2 * n + 2))
     found = [t, flat, flat.t(), t.mT, t[1:], t[:, 2:5], t[-3:], t[1, 2], t[: n + 5], t.view(torch.float16)]
     found += [t.contiguous(), t.to(BF16), first, second, second[n:], torch.empty((n, 2)), torch.empty(3, n)]
+    found += [t[:-1], t[:, -2:], t[-1], t[5:2], t[:, 9:], t[-n - 2 : 1], t[None], t[:, None], t[1, None, 2]]
+    found += [flat[:, 0][None], t.new_empty(1).expand(n, 1), t[:, :1].expand(2, -1, 6, 4), *t[0].split(4)]
     return [*found, torch.empty_like(t, dtype=torch.float32), t.view(n, 24)[:, :5], t.transpose(0, 1)]
 
 
@@ -132,11 +134,19 @@ def test_views_are_those_of_tensors(n: int) -> None:
     assert function(n) == as_numbers(wanted)
 
 
+def test_a_length_is_a_number_that_all_sizes_must_share() -> None:
+    function = traced(lambda n, m: (len(tensor(n // 4, 3)) + 1, n, m), 9, 2)
+    assert function(11, 5) == (3, 11, 5) and function(12, 2) is None
+    with pytest.raises(UntraceableError, match=r"no other sizes"):
+        traced(lambda n: len(tensor(n, 3)), 9)
+    assert traced(lambda n, m: (len(tensor(n)), m), 9, 2)(9, 5) == (9, 5)
+
+
 def test_offsets_are_those_of_tensors() -> None:
     """In bytes, from the beginning of the memory that they are in."""
     function = traced(lambda n: [each.offset for each in views_of(tensor(n, 6, 4))], 7)
     found = views_of(torch.empty(9, 6, 4, dtype=BF16))
-    assert function(9) == [each.data_ptr() - each.untyped_storage().data_ptr() for each in found]
+    assert function(9) == [each.storage_offset() * each.element_size() for each in found]
 
 
 def test_alignment_is_all_that_is_known_of_an_address() -> None:
@@ -159,8 +169,9 @@ def test_alignment_is_all_that_is_known_of_an_address() -> None:
         lambda t: t.view(torch.float32),
         lambda t: t.view(3, 3),
         lambda t: t[::2],
-        lambda t: t[-1],
-        lambda t: t[3:2],
+        lambda t: t[-9],
+        lambda t: t[9],
+        lambda t: t.expand(2, 3, 4),
         lambda t: torch.add(t, t),
         lambda t: t + t,
     ],

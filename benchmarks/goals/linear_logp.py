@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from isobit.bench.goals import Cell, Goal, longer_of_floor_and, prediction
-from isobit.ops.linear_logp.rivals import BASELINE, SHAPES, TRAINED
+from isobit.ops.linear_logp.rivals import BASELINE, SHAPES
 
 _Sizes = dict[str, int]
 
@@ -42,8 +42,10 @@ GOALS = (
          _shape(_TRAIN, lambda n: n["N"] >= 2048 <= n["D"]), most=4.6, against=BASELINE),
     Goal("logp and all gradients, N >= 2048, D = 1024",
          _shape(_TRAIN, lambda n: n["N"] >= 2048 and n["D"] == 1024), most=5.0, against=BASELINE),
-    Goal("logp and all gradients, 1024 x 896 x 151936",
-         _shape("linear_logp_train", _among(TRAINED[1:])), most=6.0, against=BASELINE),
+    Goal("logp and all gradients, N from 512 to 2047",
+         _shape(_TRAIN, lambda n: 512 <= n["N"] < 2048), most=4.8, against=BASELINE),
+    Goal("logp and all gradients, N < 512",
+         _shape(_TRAIN, lambda n: n["N"] < 512), most=5.3, against=BASELINE),
     Goal("logp and the gradient of hidden states, D >= 2048",
          _shape("linear_logp_frozen", lambda n: n["D"] >= 2048), mean=0.303),
     Goal("logp and all gradients, probabilities kept, D >= 2048",

@@ -114,9 +114,11 @@ def split_key(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> tuple
 
 
 def remember(answers: dict[Any, Any], key: Hashable, answer: Any) -> None:
-    """Cache an answer for calls with this key. If there are too many, the whole cache is cleared."""
+    """Cache an answer for calls with this key. If there are too many, an eighth is dropped, those that were
+    cached first: a rollout whose every step has a new key keeps those of its last steps."""
     if key is None:
         return
     if len(answers) >= MOST_KEYS:
-        answers.clear()
+        for old in list(answers)[: max(MOST_KEYS // 8, 1)]:
+            answers.pop(old, None)  # another thread may have dropped it
     answers[key] = answer

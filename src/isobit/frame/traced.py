@@ -58,6 +58,11 @@ class Trace:
             self._lines.append(f"if {'not ' if holds else ''}({text}): return None")
         return holds
 
+    def pinned(self, size: "Size") -> int:
+        """The value of a size, which all sizes that the function is for must then have."""
+        self.condition(_pin(size), True)
+        return size.value
+
     def named(self, value: Any) -> str:
         """The name of any other object in the lines."""
         name = f"k{len(self._objects)}"
@@ -69,6 +74,8 @@ class Trace:
         conditions. Sizes may occur anywhere in the tuples and lists of the result."""
         if self.taken:
             raise UntraceableError("a size became an integer")
+        if all(_pin(size) in self._conditions for size in self.sizes):
+            raise UntraceableError("a function of no other sizes: use shape[0] instead of len()")
         names = ", ".join(size.name for size in self.sizes)
         text = self._text(result)
         body = "\n ".join([*self._lines, f"return {text}"])
@@ -182,6 +189,10 @@ def _instruction(depth: int) -> tuple[int, int]:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int or type(value) is Size
+
+
+def _pin(size: Size) -> str:
+    return f"{size.name} == {_name(size.value)}"
 
 
 def _name(value: Any) -> str:
@@ -313,9 +324,9 @@ class Traced:
         return all(a == b for a, b in zip(self._stride, dense(self.shape), strict=True))
 
     def __len__(self) -> int:
-        if type(self.shape[0]) is not int:
-            raise UntraceableError("len() of a size that varies: use shape[0]")
-        return int(self.shape[0])
+        """A plain number: of a size that varies, the function is for this value only."""
+        size = self.shape[0]
+        return size.trace.pinned(size) if type(size) is Size else int(size)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -372,8 +383,22 @@ class Traced:
     def mT(self) -> "Traced":
         return self.transpose(-1, -2)
 
-    def split(self, sizes: Sequence[Any]) -> tuple["Traced", ...]:
-        """Along the first dimension, by sizes."""
+    def expand(self, *sizes: Any) -> "Traced":
+        shape, stride = [], []
+        for i, size in enumerate(reversed(sizes)):  # new dimensions come first
+            own, step = (self.shape[-1 - i], self._stride[-1 - i]) if i < self.ndim else (1, 0)
+            keeps = (type(size) is int and size == -1) or own == size
+            if not keeps and own != 1:
+                raise UntraceableError("a dimension of another size is expanded")
+            shape.append(own if keeps else size)
+            stride.append(step if keeps else 0)
+        return self._view(shape[::-1], stride[::-1])
+
+    def split(self, sizes: Any) -> tuple["Traced", ...]:
+        """Along the first dimension, by sizes, or into parts of one size."""
+        if isinstance(sizes, int):
+            whole, rest = divmod(len(self), sizes)
+            sizes = [sizes] * whole + [rest] * (rest > 0)
         found, first = [], 0
         for size in sizes:
             found.append(self._view((size, *self.shape[1:]), self._stride, first * self._stride[0]))
@@ -381,28 +406,43 @@ class Traced:
         return tuple(found)
 
     def __getitem__(self, at: Any) -> "Traced":
-        """By integers, and by slices without a step."""
+        """By integers, by slices without a step, and by None, a new dimension."""
         places = at if isinstance(at, tuple) else (at,)
-        shape, stride, offset = [], [], 0
-        for place, size, step in zip(places, self.shape, self._stride, strict=False):
+        shape: list[Any] = []
+        stride: list[Any] = []
+        offset: Any = 0
+        i = 0  # the dimension
+        for place in places:
+            if place is None:
+                shape.append(1)
+                stride.append(self.shape[i] * self._stride[i] if i < self.ndim else 1)
+                continue
+            size, step = self.shape[i], self._stride[i]
+            i += 1
             if isinstance(place, slice):
                 if place.step is not None:
                     raise UntraceableError("a slice with a step")
-                begin = 0 if place.start is None else place.start
-                end = size if place.stop is None else place.stop
-                begin = size + begin if begin < 0 else begin
-                end = size if size < end else end
-                if begin < 0 or end < begin:
-                    raise UntraceableError("a slice that is empty, or counts from the end")
-                shape.append(end - begin)
+                begin = 0 if place.start is None else _within(place.start, size)
+                end = size if place.stop is None else _within(place.stop, size)
+                shape.append(end - begin if begin < end else 0)
                 stride.append(step)
                 offset = offset + begin * step
-            elif _is_size(place) and place >= 0:
+            elif _is_size(place):
+                place = size + place if place < 0 else place
+                if place < 0 or place >= size:
+                    raise UntraceableError("an index outside")
                 offset = offset + place * step
             else:
                 raise UntraceableError(f"an index {place!r}")
-        rest = len(places)
-        return self._view((*shape, *self.shape[rest:]), (*stride, *self._stride[rest:]), offset)
+        return self._view((*shape, *self.shape[i:]), (*stride, *self._stride[i:]), offset)
+
+
+def _within(place: Any, size: Any) -> Any:
+    """Where a slice begins or ends: counted from the end if it is negative, and not outside."""
+    place = size + place if place < 0 else place
+    if place < 0:
+        return 0
+    return size if size < place else place
 
 
 def allocated(shape: Sequence[Any], dtype: torch.dtype, device: torch.device, made: list[Memory]) -> Traced:

@@ -47,9 +47,15 @@ def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tupl
     return _SUMS[best], float(times[best])
 
 
+#: What depends on the tile grows with the rows of the sums in one proportion for all tiles, so the choice for
+#: this many is that for any number: a batch of a new size finds it made.
+_ROWS_OF_CHOICE = 4096
+
+
 @decides
-def _sum_tile(M: int, N: int, K: int, sms: int, itemsize: int) -> Tile:
-    return choose_sum_tile(M, N, K, sms, itemsize)[0]
+def sum_tile(M: int, N: int, sms: int, itemsize: int) -> Tile:
+    """The tile for an M x N output of segmented sums."""
+    return choose_sum_tile(M, N, _ROWS_OF_CHOICE, sms, itemsize)[0]
 
 
 # Kernels
@@ -417,7 +423,7 @@ def sum_into(
     a, b = matrix(dy).transposed(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
-    tile = _sum_tile(M, N, K, sms, out.element_size())
+    tile = sum_tile(M, N, sms, out.element_size())
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     b_desc, b_by_k = operand_descriptor(b.transposed(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0

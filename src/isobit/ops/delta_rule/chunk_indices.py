@@ -42,6 +42,7 @@ def chunk_indices(cu_seqlens: Tensor, chunk_size: int, anew: bool = False) -> Te
     known = _kept.get(key)
     # An id says little: that of a tensor that was freed is given to another one.
     if known is not None and known.bounds() is cu_seqlens and known.state == state:
+        _kept.move_to_end(key)
         return known.indices
     indices = computed(cu_seqlens, chunk_size)
     if not indices.is_inference():

@@ -210,7 +210,7 @@ def product(
     tile = _tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
     if 8 in tile.parts and not matrix(a).is_row_major():
         tile = _wider(tile, out_dtype.itemsize)
-    for z in range(lead[0] if lead else 1):
+    for z in range(len(a) if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
             left, right = right.transposed(), left.transposed()

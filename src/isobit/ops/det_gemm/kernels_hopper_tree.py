@@ -364,7 +364,7 @@ def product(
         )  # fmt: skip
         assert wider is not None
         plan = wider
-    for z in range(lead[0] if lead else 1):
+    for z in range(len(a) if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         _multiply(out[z] if z else out, left, right, bias, plan, launch)
     return out

@@ -241,7 +241,7 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     """The stride between matrices is 0 if there is only one: it depends on the batch, and its divisibility
     would recompile the kernel."""
     *z, row_stride, column_stride = t.stride()
-    return (z[0] if z and len(t) > 1 else 0, row_stride, column_stride)
+    return (z[0] if z and t.shape[0] > 1 else 0, row_stride, column_stride)
 
 
 def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:
@@ -253,4 +253,4 @@ def ones(dy: Tensor, launch: Launch = run) -> Tensor:
     """A single number, read with a stride of 0."""
     out = dy.new_empty(1)
     launch(ones_kernel, (1,), out, 1, STEP=1, BLOCK=16, enable_fp_fusion=False)
-    return out.expand(len(dy), 1)
+    return out.expand(dy.shape[0], 1)

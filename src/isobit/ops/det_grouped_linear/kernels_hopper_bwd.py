@@ -38,7 +38,7 @@ from isobit.kernels.hopper.pipeline import (
     tma,
     warpgroup_mma_wait,
 )
-from isobit.kernels.hopper.product import SEGMENT_ROWS, Output, choose_sum_tile
+from isobit.kernels.hopper.product import SEGMENT_ROWS, Output, sum_tile
 from isobit.kernels.hopper.tiles import Tile, fitted
 from isobit.ops.det_grouped_linear import kernels_triton
 from isobit.ops.det_grouped_linear.strips import bounds
@@ -266,9 +266,9 @@ _MOST_MORE = 1.08
 
 
 @decides
-def _tile(rows: int, E: int, M: int, N: int, sms: int, itemsize: int) -> Tile:
-    """As if the matrices of all experts were one, and each had the average number of rows."""
-    tile = choose_sum_tile(E * M, N, max(rows, 1), sms, itemsize)[0]
+def _tile(E: int, M: int, N: int, sms: int, itemsize: int) -> Tile:
+    """As if the matrices of all experts were one, and each had as many rows as the others."""
+    tile = sum_tile(E * M, N, sms, itemsize)
     covered = -(-M // _THREE.rows) * _THREE.rows / (-(-M // tile.rows) * tile.rows)
     three = tile.consumers == 2 and itemsize == 2 and covered <= _MOST_MORE
     return _THREE if three else tile
@@ -291,8 +291,8 @@ def token_product(
     """dy^T x for the rows of each expert: x [R, K], dy [R, N] -> [E, N, K], from init on, rounded once."""
     if cu_seqlens is not None:
         return kernels_triton.token_product(x, dy, offsets, cu_seqlens, init, out_dtype, launch)
-    R, E = x.shape[0], offsets.shape[0] - 1
-    tile = _tile(R // E, E, dy.shape[1], x.shape[1], sm_count(x.device), out_dtype.itemsize)
+    E = offsets.shape[0] - 1
+    tile = _tile(E, dy.shape[1], x.shape[1], sm_count(x.device), out_dtype.itemsize)
     out = x.new_empty((E, dy.shape[1], x.shape[1]), dtype=out_dtype)
     sum_rows(out, x, dy, offsets, init, tile, launch)
     return out

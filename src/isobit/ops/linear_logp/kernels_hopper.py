@@ -327,10 +327,10 @@ def packed_slots(
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
     each, scale = None, LOG2E * factor
-    if isinstance(temperature, Tensor):
-        each = temperature
-    else:
+    if isinstance(temperature, float | int):
         scale /= temperature
+    else:
+        each = temperature
     rows = (args["token_ids"], args["mask"], each)
     slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_parts)
     return slots, factor
@@ -376,8 +376,14 @@ def whole_splits(N: int, V: int, sms: int, splits: int = 0) -> Schedule:
 
 
 @decides
-@lru_cache(maxsize=4096)
 def schedule_for(N: int, D: int, V: int, sms: int, splits: int = 0) -> Schedule:
+    """The schedule for this many rows, which is that for the next multiple of 64: tiles have 64 or 128. So
+    most batches of a new size find one that was made before."""
+    return _schedule(-(-N // 64) * 64, D, V, sms, splits)
+
+
+@lru_cache(maxsize=4096)
+def _schedule(N: int, D: int, V: int, sms: int, splits: int) -> Schedule:
     """Pieces, if the model predicts that they save at least MIN_SAVING of the time: for each split as many as
     divide best over the SMs, or one per tile if there are fewer splits than SMs."""
     whole = whole_splits(N, V, sms, splits)

@@ -46,10 +46,14 @@ FEW_ROWS = tuple(
 )
 #: A long batch on a small model, and rows that are no multiple of a tile.
 LONG, UNEVEN = (65536, 1024, 151936), (7000, 3584, 152064)
-#: Training only: a long batch on a small model, and a short one on a smaller model.
-TRAINED = ((24576, 2048, 128256), (1024, 896, 151936))
-#: Shapes with a bias. The fewer features, the more it costs; the second is forward only.
-BIASED = ((2500, 5120, 100352), (1152, 896, 151936))
+#: Training only: a long batch on a small model, a short one on a smaller model, and shapes that nothing was
+#: tuned for.
+TRAINED = (
+    (24576, 2048, 128256), (1024, 896, 151936), (6000, 4096, 151936), (28672, 2560, 102400),
+    (777, 1536, 151936), (300, 2048, 151936),
+)  # fmt: skip
+#: Shapes with a bias. The fewer features, the more it costs; the second is forward only, the third training.
+BIASED = ((2500, 5120, 100352), (1152, 896, 151936), (150, 5120, 128256))
 #: Vocabularies at which torch.compile is timed, D = 2048: compiling takes tens of seconds.
 COMPILED = (32768, 131072)
 
@@ -291,6 +295,7 @@ def _bias_series(name: str, inputs: tuple[str, ...], cases: list[Case], **rest: 
 
 _BOTH = ("hidden", "weight")
 _UNEVEN, _BIASED = _cases([UNEVEN]), _cases(BIASED)
+_CORE_TRAINED = [case for case in _cases(TRAINED) if case.dims["N"] in (300, 777)]
 
 SERIES: Sequence[Series] = (
     _series(
@@ -298,14 +303,14 @@ SERIES: Sequence[Series] = (
         _CORE + _cases(_CORE_FEW) + _UNEVEN, also={"triton": _CORE}, predict=predict,
         about="log-probabilities, without gradients",
     ),
-    _bias_series("linear_logp_bias", (), _BIASED, variants={"no bias": without_bias}, predict=predict,
+    _bias_series("linear_logp_bias", (), _BIASED[:2], variants={"no bias": without_bias}, predict=predict,
         about="the same with a bias"),
     _series(
         "linear_logp_train", _BOTH, _rivals(*_OTHERS, _EXACT), CASES + _cases([*TRAINED, LONG]) + _UNEVEN,
-        _CORE + _UNEVEN, also={"triton": _CORE},
+        _CORE + _UNEVEN + _CORE_TRAINED, also={"triton": _CORE},
         about="with the gradients of hidden states and weight",
     ),
-    _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[:1], about="and that of a bias"),
+    _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[::2], about="and that of a bias"),
     _series(
         "linear_logp_frozen", ("hidden",), _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN,
         about="with the gradient of the hidden states alone",

@@ -1,11 +1,14 @@
-"""What people use instead of `logp`, and the sizes at which both are timed."""
+"""What people use instead of `logp`, and the sizes at which both are timed: with all rows live, and with a
+tenth of them (`_tenth`), as when only some tokens of a batch are trained on."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from isobit.kernels.host.tokens import live_rows
+from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import by_rows
@@ -69,11 +72,15 @@ RIVALS: dict[str, Rival] = {
 }  # fmt: skip
 
 
-def cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """One read forward, one read and one write backward. Vectors of N are negligible but counted."""
-    N = math.prod(v for k, v in dims.items() if k != "V")
-    logits = N * dims["V"] * dtype.itemsize
-    return Cost(fwd_bytes=logits + N * (8 + 12), bwd_bytes=2 * logits + N * (8 + 16))
+def _cost(density: float, dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """Live rows are read once forward and once backward, and the gradient of every row is written. Vectors of
+    N are negligible but counted."""
+    N, row = math.prod(v for k, v in dims.items() if k != "V"), dims["V"] * dtype.itemsize
+    live = N if density == 1 else int(alter.random_mask(density, N).sum())
+    return Cost(fwd_bytes=live * row + N * (8 + 12), bwd_bytes=(live + N) * row + N * (8 + 16))
+
+
+cost = partial(_cost, 1.0)
 
 
 CASES = [
@@ -97,4 +104,10 @@ LOGP = by_rows(
     also={"triton": _CORE, "hopper": _CORE},
 )
 
-SERIES = [LOGP]
+_TENTH = by_rows(
+    "logp", CASES[:-1], partial(_cost, 0.1), RIVALS, name="logp_tenth", options={"mask": 0.1}, core=_CORE,
+    declared_only=True, also={"triton": _CORE, "hopper": []},
+    about="log-probabilities from logits, 10 % of the rows live",
+)  # fmt: skip
+
+SERIES = [LOGP, _TENTH]
