@@ -294,7 +294,7 @@ def test_a_ring_over_ranks_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> Non
         return total
 
     monkeypatch.setattr(sharded, "ordered_sum", ring)
-    case = "N=24 D=40 V=2300 bf16 random bias=own mask=bool"
+    case = "N=90 D=40 V=2300 bf16 random bias=own mask=bool"
     device = torch.device("cpu")
     (cell,) = run(
         Request(ops=("linear_logp",), backends=("model-8x4",), laws=("parallel",), device=device, case=case)
