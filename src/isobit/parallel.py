@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError
 from isobit.numerics import Numerics
-from isobit.ops.det_gemm.sharded import in_parts, layer_of, sharded_linear
+from isobit.ops.det_gemm.sharded import Parts, device_of, in_parts, layer_of, sharded_linear
 from isobit.ops.det_gemm.sharded import shard_parts as _shard_parts
 from isobit.ranks import Group, RanksError, as_group, in_turn
 
@@ -76,11 +76,16 @@ def column_linear(
         >>> torch.equal(y, isobit.det_linear(x, weight, numerics="tree8"))
         True
     """
-    layer = layer_of(
-        "column", group, parts=parts, sequence_dim=sequence_dim, operand_dtype=operand_dtype,
-        out_dtype=out_dtype, numerics=numerics, backend=backend,
-    )  # fmt: skip
-    return sharded_linear(layer, x, weight, bias, validate)
+    ranks = as_group("column_linear", group)
+
+    def parts_here() -> Parts:
+        layer = layer_of(
+            "column", ranks, parts=parts, sequence_dim=sequence_dim, operand_dtype=operand_dtype,
+            out_dtype=out_dtype, numerics=numerics, backend=backend,
+        )  # fmt: skip
+        return layer, x, weight, bias
+
+    return sharded_linear(ranks, parts_here, device_of(weight), validate)
 
 
 def row_linear(
@@ -124,11 +129,16 @@ def row_linear(
         >>> torch.equal(one, other), torch.equal(one, isobit.det_linear(x, weight, numerics="tree8"))
         (True, True)
     """
-    layer = layer_of(
-        "row", group, sequence_dim=sequence_dim, operand_dtype=operand_dtype, out_dtype=out_dtype,
-        numerics=numerics, backend=backend,
-    )  # fmt: skip
-    return sharded_linear(layer, x, weight, bias, validate)
+    ranks = as_group("row_linear", group)
+
+    def parts_here() -> Parts:
+        layer = layer_of(
+            "row", ranks, sequence_dim=sequence_dim, operand_dtype=operand_dtype, out_dtype=out_dtype,
+            numerics=numerics, backend=backend,
+        )  # fmt: skip
+        return layer, x, weight, bias
+
+    return sharded_linear(ranks, parts_here, device_of(weight), validate)
 
 
 _WHY = "it exchanges tensors with other ranks"

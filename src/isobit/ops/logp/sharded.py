@@ -20,7 +20,7 @@ from isobit.kernels.host import tokens
 from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.logp import shard_op
 from isobit.ops.logp.op import forward
-from isobit.ranks import Group, agree, as_group, reads_values, shown
+from isobit.ranks import Group, agree, bits, ranks_that_share, reads_values, shown
 
 _ROWS = ("token_ids", "mask", "ignore_index", "temperature")
 
@@ -80,14 +80,23 @@ class _Sharded(torch.autograd.Function):
 
 def _logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
     """`logp` of a rank: `given` are its arguments."""
-    given = given | _local(given, group)
-    own = as_group("logp", given.pop("group"))
-    logits, validate = given["logits"], given.pop("validate")
-    given |= _vocabulary(given, own.size)
+    logits, validate = given["logits"], given["validate"]
+    own = ranks_that_share("logp", "logits", logits, logits, group)
+    args = {name: value for name, value in given.items() if name != "validate"}
     checked: list[_Call] = []
+
+    def said() -> str:
+        args.update(_local(given))
+        args.update(_vocabulary(args, own.size))
+        return _said(args)
+
+    def check() -> str:
+        checked.append(_check(own, args, validate))
+        return checked[0].backend
+
     device = logits.device if isinstance(logits, Tensor) else torch.device("cpu")
-    agree(own, _said(given), lambda: checked.append(_check(own, given, validate)), device, validate)
-    call = checked[0] if checked else _check(own, given, validate)
+    agree(own, said, check, device, validate, values=lambda: _bits(args), each_time=True)
+    call = checked[0]
     logp, entropy, lse = _Sharded.apply(call, call.args["logits"])
     wanted = [each for each, name in ((entropy, "entropy"), (lse, "lse")) if given[f"return_{name}"]]
     return (logp, *wanted) if wanted else logp
@@ -131,16 +140,18 @@ def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
 
 
-def _local(given: dict[str, Any], group: Any) -> dict[str, Any]:
-    """The rank's own columns, the group, and the vocabulary, of DTensor logits; or what was given."""
+def _bits(args: dict[str, Any]) -> dict[str, str]:
+    """Of what every rank has."""
+    live = tokens.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    return bits({name: args[name] for name in ("token_ids", "temperature")}, live)
+
+
+def _local(given: dict[str, Any]) -> dict[str, Any]:
+    """The rank's own columns of DTensor logits, and the vocabulary."""
     logits, V = given["logits"], given["vocab_size"]
     if not is_dtensor(logits):
-        return {"group": group}
-    mesh = logits.device_mesh
-    if mesh.ndim != 1 or not logits.placements[0].is_shard(logits.ndim - 1):
-        rule = "must be cut by columns on a mesh of one dimension, (Shard(-1),); or pass .full_tensor()"
-        what = f"placements {logits.placements} on a mesh of {mesh.ndim} dimensions"
-        raise ContractError(f"logp(logits: {what}): {rule}")
-    if group is not None and as_group("logp", group) != as_group("logp", mesh):
-        raise ContractError("logp(group: another than that of the DTensor logits): leave it out")
-    return {"logits": logits.to_local(), "group": mesh, "vocab_size": logits.shape[-1] if V is None else V}
+        return {}
+    if not logits.placements[0].is_shard(logits.ndim - 1):
+        rule = "must be cut by columns, (Shard(-1),); or pass .full_tensor()"
+        raise ContractError(f"logp(logits: placements {logits.placements}): {rule}")
+    return {"logits": logits.to_local(), "vocab_size": logits.shape[-1] if V is None else V}
