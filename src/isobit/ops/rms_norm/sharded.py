@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isobit.frame.composed import outside_graphs
 from isobit.ops.rms_norm.op import backward, forward
 from isobit.ranks import Group, agree, gather_rows, shown
 
@@ -48,7 +49,7 @@ class _OfHeads(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def rms_norm_of_heads(
+def _rms_norm_of_heads(
     x: Tensor, weight: Tensor, group: Group, dim: int, *, eps: float, offset: float, cast: str,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
@@ -68,3 +69,6 @@ def rms_norm_of_heads(
     agree(group, call, check, x.device)
     out: Tensor = _OfHeads.apply(x, weight, group, dim, options)
     return out
+
+
+rms_norm_of_heads = outside_graphs(_rms_norm_of_heads, "its backward exchanges tensors with other ranks")
