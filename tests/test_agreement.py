@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import isobit
 from isobit import ContractError
 from isobit.parallel import Group, RanksError, in_turn
 from isobit.ranks import agree, bits, shown
@@ -109,3 +110,18 @@ def test_what_is_long_is_shown_in_short_with_a_hash_of_all_of_it() -> None:
     bounds = [*range(1000)]
     assert shown(bounds) != shown([*bounds[:-1], 1001]) and len(shown(bounds)) < 130
     assert shown(np.array(bounds)) == shown(bounds)
+
+
+def test_a_call_with_a_group_is_explained() -> None:
+    rows, weight, ids = torch.ones(3, 8).bfloat16(), torch.ones(32, 8).bfloat16(), torch.arange(3)
+
+    def on_one_rank(group: Group) -> list[str]:
+        given = {"token_ids": ids, "group": group}
+        found = [
+            isobit.explain("linear_logp", rows, weight, **given),
+            isobit.explain("linear_policy_loss", rows, weight, **given, loss_fn=len),
+            isobit.explain("logp", torch.ones(3, 32), **given),
+        ]
+        return [each.numerics for each in found]
+
+    assert in_turn(2, on_one_rank) == [["lse/8x4/cpu", "lse/8x4/cpu", "lse/triton-8x1/cpu"]] * 2

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, describe, is_dtensor
 from isobit.frame.op import OPS
@@ -78,6 +79,13 @@ def _cut(weight: Any, group: Group) -> tuple[Any, Any]:
     if size % group.size:
         raise _error("weight", weight, f"{placement} cuts {size} over {group.size} ranks unevenly")
     return weight.device_mesh, placement
+
+
+def explained(given: dict[str, Any]) -> Explanation:
+    """What serves the product of this rank, of the shards that it has."""
+    ranks_that_share("det_linear", "weight", given["weight"], given["x"], given["group"])
+    local = {n: t.to_local() if is_dtensor(t) else t for n, t in given.items() if n != "group"}
+    return OPS["det_linear"].explain(**OPS["det_linear"].adapt(local))
 
 
 def _on_every_rank(

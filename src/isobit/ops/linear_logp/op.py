@@ -91,7 +91,14 @@ def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
 # The contract
 
 
-@public_op("linear_logp", before="workspace_bytes", aside=("group",), sizes=kept_sizes, flops=_product_flops)
+@public_op(
+    "linear_logp",
+    before="workspace_bytes",
+    aside=("group",),
+    sizes=kept_sizes,
+    flops=_product_flops,
+    explained="isobit.ops.linear_logp.sharded:explained",
+)
 def forward(return_stats: bool = False, keep: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, describe, is_dtensor
 from isobit.kernels.host.tokens import live_rows
@@ -170,12 +171,8 @@ linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tenso
 
 def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None) -> Call:
     """The call, if it satisfies the contract on this rank. Exchanges nothing."""
-    args = dict(given)
-    controls = {name: args.pop(name) for name in ("numerics", "backend")}
-    call = Call(group, args, "")
-    rows = {name: args[name] for name in ("hidden", "weight", "token_ids", "bias", "mask")}
-    more = {"return_entropy": args["return_entropy"], **call.heads, **call.here, **controls}
-    served = shard_op.states.explain(**rows, **more)
+    args = {name: value for name, value in given.items() if name not in ("numerics", "backend")}
+    served = _explained(group, given)
     if served.backend is None:
         raise ContractError(f"{what}: no backend can serve this call with a group: {served}")
     each = args["temperature"]
@@ -185,6 +182,19 @@ def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None
         for rule in forward.value_rules:
             rule(forward.contract, args)
     return Call(group, args, served.backend)
+
+
+def _explained(group: Group, given: dict[str, Any]) -> Explanation:
+    call, names = Call(group, given, ""), ("hidden", "weight", "token_ids", "bias", "mask")
+    rows = {name: given[name] for name in (*names, "return_entropy", "numerics", "backend")}
+    return shard_op.states.explain(**rows, **call.heads, **call.here)
+
+
+def explained(given: dict[str, Any], what: str = "linear_logp") -> Explanation:
+    """What serves a call with a group on this rank. Exchanges nothing."""
+    own = ranks_that_share(what, "weight", given["weight"], given["hidden"], given["group"])
+    args = given | _local(what, given)
+    return _explained(own, args | _vocabulary(args, own.size))
 
 
 def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:

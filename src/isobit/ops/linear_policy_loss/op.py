@@ -40,7 +40,11 @@ from isobit.ops.linear_policy_loss.loss_call import Loss
 _OF_RANKS = "isobit.ops.linear_policy_loss.sharded:call_of_rank"
 
 
-@composed("linear_policy_loss", aside=("vocab_size", "group"))
+@composed(
+    "linear_policy_loss",
+    aside=("vocab_size", "group"),
+    explained="isobit.ops.linear_policy_loss.sharded:explained",
+)
 def declared() -> F32[Tensor, ""]:
     """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
 

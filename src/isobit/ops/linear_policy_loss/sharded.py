@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from isobit.frame.backend import Explanation
 from isobit.ops.linear_logp import sharded
 from isobit.ops.linear_policy_loss.chunked import PLAIN, Call
 from isobit.ops.linear_policy_loss.op import call_of
@@ -37,6 +38,12 @@ def call_of_rank(given: dict[str, Any], vocab_size: int | None, group: Any) -> C
     )  # fmt: skip
     validated = reads_values(given["validate"], call.args["hidden"].device)
     return replace(checked[0], check=validated, of_ranks=lambda: sharded.rows_of(call)[:2])
+
+
+def explained(given: dict[str, Any]) -> Explanation:
+    """What serves a call with a group on this rank."""
+    return sharded.explained(given | PLAIN | {"return_entropy": given["entropy"]} | {
+        "vocab_size": given["vocab_size"]}, "linear_policy_loss")  # fmt: skip
 
 
 def _said(given: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, is_dtensor
 from isobit.kernels.host import tokens
@@ -115,12 +116,8 @@ def _said(args: dict[str, Any]) -> str:
 
 def _check(group: Group, given: dict[str, Any], validate: bool | None) -> _Call:
     """The call, if it satisfies the contract on this rank. Exchanges nothing."""
-    args = dict(given)
-    controls = {name: args.pop(name) for name in ("numerics", "backend")}
-    call = _Call(group, args, "")
-    served = shard_op.states.explain(
-        logits=args["logits"], **call.given("padded_vocab", "return_entropy"), **call.here, **controls
-    )
+    args = {name: value for name, value in given.items() if name not in ("numerics", "backend")}
+    served = _explained(group, given)
     if served.backend is None:
         raise ContractError(f"logp: no backend can serve this call with a group: {served}")
     each = args["temperature"]
@@ -130,6 +127,20 @@ def _check(group: Group, given: dict[str, Any], validate: bool | None) -> _Call:
         tokens.ids_below(args["vocab_size"], forward.contract, args)
         tokens.temperatures_are_positive(forward.contract, args)
     return _Call(group, args, served.backend)
+
+
+def _explained(group: Group, given: dict[str, Any]) -> Explanation:
+    call = _Call(group, given, "")
+    controls = {name: given[name] for name in ("numerics", "backend")}
+    rows = call.given("padded_vocab", "return_entropy")
+    return shard_op.states.explain(logits=given["logits"], **rows, **call.here, **controls)
+
+
+def explained(given: dict[str, Any]) -> Explanation:
+    """What serves a call with a group on this rank. Exchanges nothing."""
+    own = ranks_that_share("logp", "logits", given["logits"], given["logits"], given["group"])
+    args = given | _local(given)
+    return _explained(own, args | _vocabulary(args, own.size))
 
 
 def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
