@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
 
 
 def bits(tensors: Mapping[str, Any], live: Tensor | None = None) -> dict[str, str]:
-    """Checksums of those arguments that are tensors, in rows that count."""
+    """Checksums of those arguments that are tensors, of live rows."""
     return {name: checksum(t, live) for name, t in tensors.items() if isinstance(t, Tensor)}
 
 
