@@ -191,14 +191,21 @@ def refusals(rank: int) -> dict[str, str]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
     spread = distribute_tensor(hidden, mesh, [Replicate()])
     linear = swap_linear(nn.Linear(D, V).to(BF16))._layers[0]
-    weight = torch.zeros(V, D)
+    weight, cut = torch.zeros(V, D), model.lm_head.weight
+    own, half, mine = weight[: 32 - 11 * rank].to(BF16), hidden.to(BF16), ids + rank
+    group = {"vocab_size": V, "group": dist.group.WORLD}
+    fn, classed = {"loss_fn": isobit.losses.dapo}, {"numerics": "lse/8x4/cpu"}
     return {
-        "weight": told(lambda: isobit.linear_logp(hidden, model.lm_head.weight, ids)),
+        "weight": told(lambda: isobit.linear_logp(hidden, cut, ids)),
+        "padded": told(lambda: isobit.linear_logp(hidden, cut, ids, padded_vocab=64)),
+        "class": told(lambda: isobit.linear_logp(hidden, cut, ids, **classed)),
+        "loss of a class": told(lambda: isobit.linear_policy_loss(hidden, cut, ids, **fn, **classed)),
+        "other tokens": told(lambda: isobit.linear_logp(half, own, mine, **group)),
+        "other states": told(lambda: isobit.linear_logp(half + rank, own, ids, **group)),
         "hidden": told(lambda: isobit.linear_logp(spread, weight, ids)),
         "logits": told(lambda: isobit.logp(spread, ids)),
         "layer": told(lambda: linear(spread.bfloat16())),
-        "loss": told(lambda: isobit.linear_policy_loss(
-            hidden, model.lm_head.weight, ids, loss_fn=isobit.losses.dapo)),
+        "loss": told(lambda: isobit.linear_policy_loss(hidden, cut, ids, **fn)),
     }  # fmt: skip
 
 

@@ -132,6 +132,15 @@ def modules(rank: int, mesh: DeviceMesh, tokens: bool) -> dict[str, bool]:
     return found
 
 
+def compiled(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
+    """A compiled model has graph breaks around what exchanges tensors."""
+    model, x = Mlp(), drawn(5, 8, K)
+    parallelize_module(model, mesh, {"up": DetColwise(), "down": DetRowwise()})
+    whole = Mlp()
+    swap_linear(whole, numerics="tree8")
+    return {"compiled": torch.equal(torch.compile(model, backend="eager")(x), whole(x))}
+
+
 class Gated(nn.Module):
     """With gate and up in one layer."""
 
@@ -306,6 +315,47 @@ def models(rank: int, mesh: DeviceMesh, place: str) -> dict[str, Any]:
     return found
 
 
+def an_error_in_a_block(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
+    """On one rank: it is raised, and the model stays cut until all ranks restore it."""
+    model, notes = llama(), []
+    on = isobit.nn.zero_drift(model, numerics=CLASSES, tp=mesh)
+    try:
+        with on:
+            if rank == 1:
+                raise KeyError("of one rank")
+    except KeyError as error:
+        notes = getattr(error, "__notes__", ["stays cut, and enabled"])  # Python 3.10 warns
+        notes += [] if isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) else ["whole"]
+        on.disable()
+    pairs = zip(model.parameters(), llama().parameters(), strict=True)
+    told = rank != 1 or (len(notes) == 1 and "stays cut, and enabled" in notes[0])
+    return {"an error in a block": told and all(torch.equal(a, b) for a, b in pairs)}
+
+
+def disagreements(rank: int, mesh: DeviceMesh) -> dict[str, str]:
+    """Before a model is cut. Nothing is changed on any rank."""
+    layers = [Mlp() for _ in range(3)]
+    styles: list[Any] = [
+        DetRowwise() if rank else DetColwise(),
+        DetColwise(numerics=("chain16", "tree8")[rank > 0]),
+    ]
+    cut = parallelize_module(Mlp(), mesh, {"up": DetColwise()})
+    plans, classes = llama(), llama()
+    if rank == 1:
+        plans.config.base_model_tp_plan = None
+    given = CLASSES | ({"lm_head": "tree8"} if rank == 1 else {})
+    found = {
+        "another style": told(lambda: styles[0]._apply(layers[0].up, mesh)),
+        "another class of a style": told(lambda: styles[1]._apply(layers[1].up, mesh)),
+        "cut otherwise": told(lambda: DetRowwise()._apply(cut.up, mesh)),
+        "refused by one": told(lambda: isobit.nn.zero_drift(plans, numerics=CLASSES, tp=mesh), Exception),
+        "classes of one": told(lambda: isobit.nn.zero_drift(classes, numerics=given, tp=mesh)),
+    }  # fmt: skip
+    for model in (*layers, plans, classes):
+        assert not any(isinstance(module, DetLinear) for module in model.modules())
+    return found
+
+
 def refused_models(mesh: DeviceMesh) -> dict[str, str]:
     few, plain = llama(num_key_value_heads=1), llama()
     cut, normed = by_styles(mesh), qwen3()
@@ -324,7 +374,7 @@ def refused_models(mesh: DeviceMesh) -> dict[str, str]:
 # Errors
 
 
-def told(call: Callable[[], Any], kind: type[Exception] = isobit.ContractError) -> str:
+def told(call: Callable[[], Any], kind: Any = isobit.ContractError) -> str:
     try:
         call()
     except kind as error:
@@ -399,11 +449,11 @@ def main(rank: int, ranks: int, place: str, dies: bool) -> None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         found |= functions(rank, ranks, 5) | functions(rank, ranks, 520)
         found |= modules(rank, mesh, False) | modules(rank, mesh, True) | dtensors(rank, mesh)
-        found |= fused(rank, mesh)
+        found |= fused(rank, mesh) | compiled(rank, mesh) | an_error_in_a_block(rank, mesh)
         if ranks == 4:
             found |= with_fsdp(rank)
         found |= models(rank, mesh, place)
-        found["refusals"] = refusals(rank, mesh) | refused_models(mesh)
+        found["refusals"] = refusals(rank, mesh) | refused_models(mesh) | disagreements(rank, mesh)
     Path(place, str(rank)).write_text(json.dumps(found))
     if not dies:
         dist.destroy_process_group()

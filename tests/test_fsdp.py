@@ -59,10 +59,8 @@ def test_swapped_layers_have_the_bits_of_the_whole_model(ranks: Any, first: str,
 @pytest.mark.parametrize(
     ("case", "argument"),
     [
-        ("weight", "linear_logp(weight: [53, 16] fp32)"),
         ("hidden", "linear_logp(hidden: [3, 16] fp32)"),
         ("layer", "det_linear(x: [3, 16] bf16)"),
-        ("loss", "linear_policy_loss(weight: [53, 16] fp32)"),
     ],
 )
 def test_other_dtensors_are_refused_in_one_sentence(ranks: Any, case: str, argument: str) -> None:
@@ -74,11 +72,29 @@ def test_other_dtensors_are_refused_in_one_sentence(ranks: Any, case: str, argum
         )
 
 
+@pytest.mark.parametrize("case", ["weight", "padded", "class", "loss", "loss of a class"])
+def test_a_head_that_fsdp_has_cut_is_no_shared_vocabulary(ranks: Any, case: str) -> None:
+    """Each rank has tokens of its own: their states must never be merged."""
+    what = "linear_policy_loss" if case.startswith("loss") else "linear_logp"
+    for rank in ranks:
+        assert rank["refusals"][case].startswith(
+            f"{what}(weight: DTensor [53, 16] fp32): is cut over 2 ranks"
+        )
+        assert "call this there, or through isobit.nn.in_forward" in rank["refusals"][case]
+
+
+def test_a_group_of_ranks_with_other_tokens_is_an_error_on_each_of_them(ranks: Any) -> None:
+    for rank in ranks:
+        for case in ("other tokens", "other states"):
+            assert "the ranks of the group do not make the same call" in rank["refusals"][case]
+        assert "bits of token_ids: " in rank["refusals"]["other tokens"]
+
+
 def test_logits_that_are_not_cut_by_columns_are_refused(ranks: Any) -> None:
     for rank in ranks:
         assert rank["refusals"]["logits"] == (
-            "logp(logits: placements (Replicate(),) on a mesh of 1 dimensions): must be cut by columns on a "
-            "mesh of one dimension, (Shard(-1),); or pass .full_tensor()"
+            "logp(logits: placements (Replicate(),)): must be cut by columns, (Shard(-1),); or pass "
+            ".full_tensor()"
         )
 
 

@@ -176,7 +176,7 @@ def _process(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     found = results(rank, ranks, group=dist.group.WORLD)
     mesh = init_device_mesh("cpu", (ranks,))
@@ -185,8 +185,10 @@ def _process(rank: int, ranks: int, folder: str) -> None:
         n: DTensor.from_local(args[n].tensor_split(ranks)[rank], mesh, [Shard(0)]) for n in ("weight", "bias")
     }
     leaf = own["weight"].requires_grad_()
-    logp = isobit.linear_logp(**args | own, vocab_size=V, numerics="lse/8x4/cpu")
+    logp = isobit.linear_logp(**args | own, vocab_size=V, group=mesh)
     logp.sum().backward()
+    spread = DTensor.from_local(args["hidden"], mesh, [Replicate()])
+    assert torch.equal(isobit.linear_logp(**args | own | {"hidden": spread}, vocab_size=V), logp)
     found.append(logp.detach())
     assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (Shard(0),)
     found.append(leaf.grad.to_local())
@@ -294,7 +296,7 @@ def test_a_ring_over_ranks_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> Non
         return total
 
     monkeypatch.setattr(sharded, "ordered_sum", ring)
-    case = "N=24 D=40 V=2300 bf16 random bias=own mask=bool"
+    case = "N=90 D=40 V=2300 bf16 random bias=own mask=bool"
     device = torch.device("cpu")
     (cell,) = run(
         Request(ops=("linear_logp",), backends=("model-8x4",), laws=("parallel",), device=device, case=case)

@@ -269,7 +269,7 @@ def test_without_a_class_nothing_changes() -> None:
 
 
 def parallel() -> Cell:
-    case, cpu = "N=40 V=9000 fp32 random mask=bool temperature=0.7", torch.device("cpu")
+    case, cpu = "N=90 V=9000 fp32 random mask=bool temperature=0.7", torch.device("cpu")
     (cell,) = run(Request(ops=("logp",), backends=("model-8x1",), laws=("parallel",), device=cpu, case=case))
     return cell
 

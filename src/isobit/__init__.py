@@ -4,9 +4,10 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from isobit.frame.backend import Explanation, UnsupportedError
+from isobit.frame.backend import Explanation, UnsupportedError, resolve
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
+from isobit.frame.public_op import PublicOp
 from isobit.ops.attention import attention
 from isobit.ops.attention_sink import attention_sink
 from isobit.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
@@ -47,9 +48,14 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
     named = known_op(op)
     assert named.function is not None
     try:
-        given = inspect.signature(named.function).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(named.function).bind_partial(*args, **kwargs)
     except TypeError as error:
         raise ContractError(f"{op}: {error}") from None
+    given = bound.arguments
+    if isinstance(named, PublicOp) and named.explained and given.get("group") is not None:
+        bound.apply_defaults()
+        of_ranks: Explanation = resolve(named.explained)(dict(bound.arguments))
+        return of_ranks
     return named.explain(**named.adapt(given))
 
 

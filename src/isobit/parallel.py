@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError
 from isobit.numerics import Numerics
-from isobit.ops.det_gemm.sharded import in_parts, layer_of, sharded_linear
+from isobit.ops.det_gemm.sharded import Parts, device_of, in_parts, layer_of, sharded_linear
 from isobit.ops.det_gemm.sharded import shard_parts as _shard_parts
 from isobit.ranks import Group, RanksError, as_group, in_turn
 
@@ -48,8 +48,8 @@ def column_linear(
         x: [*, K], the same on every rank; or this rank's tokens, with sequence_dim.
         weight: [N / ranks, K], the rows of this rank: those of rank 0 come first in the whole weight.
         bias: [N / ranks] of this rank, or None.
-        group: a ProcessGroup of torch.distributed or a DeviceMesh of one dimension, with 1, 2, 4 or 8 ranks;
-            None is one rank.
+        group: a ProcessGroup of torch.distributed or a DeviceMesh of one dimension, with 1, 2, 4 or 8 ranks.
+            None is a single rank, and not all of them, as in torch.distributed: that is `group.WORLD` there.
         parts: for a weight in which several are fused, such as q, k and v: how many of the N columns each
             has, in the whole weight. A rank has its share of each, one after the other (`shard_parts`). Each
             is a multiple of 8. The gradient of x depends on the parts, so one rank must declare them as well.
@@ -57,7 +57,7 @@ def column_linear(
         operand_dtype, out_dtype, backend: as for `isobit.det_linear`.
         validate: exchange a hash of the call with the other ranks first, so that each raises an error if one
             makes another call. True: in every call. None: in every call on CPU tensors, or with
-            ISOBIT_VALIDATE=1, and else in the first call of its kind. False: never.
+            ISOBIT_VALIDATE=1, and else in the first call of its kind. False: never, on all ranks.
         numerics: "tree8"; or "chain16", if x needs no gradient.
 
     Returns:
@@ -76,11 +76,16 @@ def column_linear(
         >>> torch.equal(y, isobit.det_linear(x, weight, numerics="tree8"))
         True
     """
-    layer = layer_of(
-        "column", group, parts=parts, sequence_dim=sequence_dim, operand_dtype=operand_dtype,
-        out_dtype=out_dtype, numerics=numerics, backend=backend,
-    )  # fmt: skip
-    return sharded_linear(layer, x, weight, bias, validate)
+    ranks = as_group("column_linear", group)
+
+    def parts_here() -> Parts:
+        layer = layer_of(
+            "column", ranks, parts=parts, sequence_dim=sequence_dim, operand_dtype=operand_dtype,
+            out_dtype=out_dtype, numerics=numerics, backend=backend,
+        )  # fmt: skip
+        return layer, x, weight, bias
+
+    return sharded_linear(ranks, parts_here, device_of(weight), validate)
 
 
 def row_linear(
@@ -124,11 +129,16 @@ def row_linear(
         >>> torch.equal(one, other), torch.equal(one, isobit.det_linear(x, weight, numerics="tree8"))
         (True, True)
     """
-    layer = layer_of(
-        "row", group, sequence_dim=sequence_dim, operand_dtype=operand_dtype, out_dtype=out_dtype,
-        numerics=numerics, backend=backend,
-    )  # fmt: skip
-    return sharded_linear(layer, x, weight, bias, validate)
+    ranks = as_group("row_linear", group)
+
+    def parts_here() -> Parts:
+        layer = layer_of(
+            "row", ranks, sequence_dim=sequence_dim, operand_dtype=operand_dtype, out_dtype=out_dtype,
+            numerics=numerics, backend=backend,
+        )  # fmt: skip
+        return layer, x, weight, bias
+
+    return sharded_linear(ranks, parts_here, device_of(weight), validate)
 
 
 _WHY = "it exchanges tensors with other ranks"

@@ -149,13 +149,15 @@ def outside_graphs(function: F, why: str) -> F:
 
 
 def composed(
-    name: str, *, why: str = Composed.why, aside: tuple[str, ...] = ()
+    name: str, *, why: str = Composed.why, aside: tuple[str, ...] = (), explained: str | None = None
 ) -> Callable[[Callable[..., Any]], Composed]:
     """Declare a function over ops: what its public function does not say, as for `public_op`; and why a graph
     cannot contain it."""
 
     def declare(fn: Callable[..., Any]) -> Composed:
         package = fn.__module__.rpartition(".")[0]
-        return Composed(Contract(name, fn, CONTROLS), package, declared=fn, why=why, aside=aside)
+        return Composed(
+            Contract(name, fn, CONTROLS), package, declared=fn, why=why, aside=aside, explained=explained
+        )
 
     return declare

@@ -21,6 +21,8 @@ class PublicOp(Op):
     before: str | None = None  # the public argument that these stand before; else they come last
     #: Arguments of the public function that are not of the op: it does something else if they are given.
     aside: tuple[str, ...] = ()
+    #: With one of them: the path of a function (arguments by name) -> what serves the call then.
+    explained: str | None = None
 
     def __post_init__(self) -> None:
         self.forget()
@@ -48,16 +50,19 @@ def public_op(
     *,
     before: str | None = None,
     aside: tuple[str, ...] = (),
+    explained: str | None = None,
     sizes: Callable[[Args], dict[str, int]] | None = None,
     flops: Callable[[Args], int] | None = None,
 ) -> Callable[[Callable[..., Any]], PublicOp]:
     """Declare what the public function of an op does not say: the outputs of the op, and its arguments that
     only our own code gives, which stand before the public argument `before`, or last. Public arguments named
-    in `aside` are not of the op."""
+    in `aside` are not of the op, and `explained` says what serves a call with them."""
 
     def declare(fn: Callable[..., Any]) -> PublicOp:
         package = fn.__module__.rpartition(".")[0]
         contract = Contract(name, fn, CONTROLS)
-        return PublicOp(contract, package, sizes, flops, declared=fn, before=before, aside=aside)
+        return PublicOp(
+            contract, package, sizes, flops, declared=fn, before=before, aside=aside, explained=explained
+        )
 
     return declare

@@ -46,6 +46,10 @@ class Patch:
         """Restore what was replaced."""
         raise NotImplementedError
 
+    def stays_after(self, error: BaseException) -> bool:
+        """Whether an error that ends a with-block leaves it on, because it cannot be undone then."""
+        return False
+
 
 class Switch:
     """One library, or one model, where isobit is enabled or not. `name` is used in messages."""
@@ -101,7 +105,11 @@ class Handle:
         with self._switch.lock:
             self._patch.blocks -= 1
             over = not (self._patch.blocks or self._patch.until_disabled)
-            if over and self._patch is self._switch.patch:
+            if not over or self._patch is not self._switch.patch:
+                return
+            if error is not None and self._patch.stays_after(error):
+                self._patch.until_disabled = True
+            else:
                 self._switch.off()
 
 

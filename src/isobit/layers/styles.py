@@ -4,16 +4,17 @@ a mesh share, with the bits of one rank."""
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from isobit.frame.contract import ContractError
 from isobit.layers.classes import check_class, check_k
-from isobit.layers.linear import DetLinear, swap_linear
+from isobit.layers.linear import DetLinear, Swap, swap_linear
 from isobit.numerics import CHAIN16, LEAVES, TREE8, Numerics
 from isobit.ops.det_gemm.sharded import in_ranks
-from isobit.ranks import as_group
+from isobit.ranks import agree, as_group, shown
 
 
 class _Style(ParallelStyle):
@@ -28,32 +29,79 @@ class _Style(ParallelStyle):
         self.sequence_dim, self.numerics = sequence_dim, None if numerics is None else str(numerics)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        """All ranks apply the same style to the same layer, or none of them changes it."""
+        group, swaps = as_group(type(self).__name__, device_mesh), list[Swap]()
+        before = getattr(module, "numerics", None)
+        try:
+            agree(
+                group, lambda: self._said(module), lambda: self._prepare(module, device_mesh, swaps),
+                torch.device(device_mesh.device_type), True,
+            )  # fmt: skip
+            assert isinstance(module, DetLinear)
+            parameters = self.placed(module, device_mesh)
+        except BaseException:
+            if isinstance(module, DetLinear):
+                module.numerics = before
+            for swap in swaps:
+                swap.undo()
+            raise
+        self.put(module, parameters)
+        return module
+
+    def _said(self, module: nn.Module) -> str:
+        told = {name: shown(value) for name, value in module.named_parameters(recurse=False)}
+        own = {"parts": self.parts, "sequence_dim": self.sequence_dim, "numerics": self.numerics}
+        return f"{type(self).__name__} of {type(module).__name__} {told}: {own}"
+
+    def _prepare(self, module: nn.Module, device_mesh: Any, swaps: list[Swap]) -> str:
+        """Everything that may be wrong, before anything is exchanged. Returns the class of the layer."""
         what = type(self).__name__
         if not isinstance(module, nn.Linear):
             raise ContractError(f"{what}: the module is a {type(module).__name__}, and must be an nn.Linear")
-        group = as_group(what, device_mesh)
-        layer = self._as_det_linear(module)
+        layer = self._as_det_linear(module, swaps)
         N, K = layer.weight.shape
         cut, name = (N, "out_features") if self.kind == "column" else (K, "in_features")
         if cut % LEAVES:
             raise ContractError(
-                f"{what}: {name}={cut} must be a multiple of {LEAVES}, to be cut over {group.size} ranks as "
-                "over any other number of them"
+                f"{what}: {name}={cut} must be a multiple of {LEAVES}, to be cut over {device_mesh.size()} "
+                "ranks as over any other number of them"
             )
         self._check_parts(layer, N)
-        layer.of_ranks, layer.sequence_dim, layer.parts = True, self.sequence_dim, self.parts
-        placed: dict[str, Any] = {"weight": Shard(0) if self.kind == "column" else Shard(1)}
-        placed["bias"] = Shard(0) if self.kind == "column" else Replicate()
-        for each, placement in placed.items():
-            parameter = getattr(layer, each)
+        for name, placement in self._placements().items():
+            parameter: Any = getattr(layer, name)
+            if not isinstance(parameter, DTensor):
+                continue
+            if parameter.device_mesh != device_mesh or parameter.placements != (placement,):
+                raise ContractError(
+                    f"{what}: {name} is a DTensor already, placed {parameter.placements} on "
+                    f"{parameter.device_mesh}; must be ({placement},) on {device_mesh}"
+                )
+        return str(layer.numerics)
+
+    def _placements(self) -> dict[str, Any]:
+        if self.kind == "column":
+            return {"weight": Shard(0), "bias": Shard(0)}
+        return {"weight": Shard(1), "bias": Replicate()}
+
+    def placed(self, layer: DetLinear, device_mesh: Any) -> dict[str, nn.Parameter]:
+        """The parameters of a layer as DTensors, by name. The ranks exchange them; the layer is unchanged."""
+        made = {}
+        for name, placement in self._placements().items():
+            parameter = getattr(layer, name)
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             whole = parameter.data
             if self.parts is not None:
-                whole = in_ranks(whole, self.parts, group.size)
-            made = distribute_tensor(whole, device_mesh, [placement])
-            setattr(layer, each, nn.Parameter(made, requires_grad=parameter.requires_grad))
-        return layer
+                whole = in_ranks(whole, self.parts, device_mesh.size())
+            cut = distribute_tensor(whole, device_mesh, [placement])
+            made[name] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+        return made
+
+    def put(self, layer: DetLinear, parameters: dict[str, nn.Parameter]) -> None:
+        """Make it a layer of ranks."""
+        layer.of_ranks, layer.sequence_dim, layer.parts = True, self.sequence_dim, self.parts
+        for name, parameter in parameters.items():
+            setattr(layer, name, parameter)
 
     def _check_parts(self, layer: DetLinear, N: int) -> None:
         if self.parts is None:
@@ -66,10 +114,10 @@ class _Style(ParallelStyle):
         if isinstance(layer.weight, DTensor):
             raise ContractError(f"{what}: the weight is cut already, and not in these parts")
 
-    def _as_det_linear(self, module: nn.Linear) -> DetLinear:
+    def _as_det_linear(self, module: nn.Linear, swaps: list[Swap]) -> DetLinear:
         """A layer that was swapped keeps its class if the style names none, and must be of tree8."""
         if not isinstance(module, DetLinear):
-            swap_linear(module, [""], numerics=self.numerics or TREE8)
+            swaps.append(swap_linear(module, [""], numerics=self.numerics or TREE8))
         assert isinstance(module, DetLinear)
         if self.numerics is not None:
             check_k(type(self).__name__, self.numerics, module.in_features)

@@ -22,6 +22,10 @@ class RanksError(RuntimeError):
     """Ranks could not exchange a tensor: one of them has ended, or took longer than the time-out."""
 
 
+#: Errors in a collective that are about this rank alone: memory, and kernels that ran before.
+_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
 class Group(ABC):
     """One rank's view of its group."""
 
@@ -80,16 +84,19 @@ class Processes(Group):
 
         try:
             getattr(dist, collective)(*tensors, group=self.group)
+        except _OF_THIS_RANK:
+            raise
         except RuntimeError as error:
             raise RanksError(
                 f"rank {self.rank} of {self.size}: {collective} of {list(given.shape)} {given.dtype} failed. "
                 f"Another rank has ended, makes another call, or took longer than the group's time-out"
-                f"{self._timeout()}, which init_process_group and new_group take as `timeout`: {error}"
+                f"{self._timeout(given.device)}, which init_process_group and new_group take as `timeout`: "
+                f"{error}"
             ) from error
 
-    def _timeout(self) -> str:
-        """The time-out in words, if the backend says it."""
-        options = getattr(_backend_of(self.group), "options", None)
+    def _timeout(self, device: torch.device) -> str:
+        """The time-out in words, if the backend of such tensors says it."""
+        options = getattr(_backend_of(self.group, device), "options", None)
         timeout = getattr(options, "_timeout", None)
         return "" if timeout is None else f" of {timeout.total_seconds():g} s"
 
@@ -146,10 +153,10 @@ def _all_gather() -> str:
     return "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-def _backend_of(group: Any) -> Any:
+def _backend_of(group: Any, device: torch.device) -> Any:
     try:
-        return group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # a group for GPUs alone
+        return group._get_backend(device)
+    except RuntimeError:  # a group that moves no such tensors
         return None
 
 

@@ -113,8 +113,8 @@ def in_turn(size: int, function: Callable[[Group], T]) -> list[T]:
 
     Args:
         size: how many ranks.
-        function: is called once for every rank, with its `Group`. It may compute gradients: a backward
-            runs in the thread that calls it.
+        function: is called once for every rank, with its `Group`, and under the caller's modes: autocast,
+            inference_mode, no_grad. It may compute gradients: a backward runs in the thread that calls it.
 
     Returns:
         The results, in the order of ranks. If a rank raises an error, this raises the first one that is not
@@ -122,12 +122,16 @@ def in_turn(size: int, function: Callable[[Group], T]) -> list[T]:
 
     Example:
         >>> import torch
-        >>> from isobit.ranks import in_turn
+        >>> from isobit.parallel import in_turn
         >>> in_turn(2, lambda group: group.all_gather(torch.tensor([group.rank])).flatten().tolist())
         [[0, 1], [0, 1]]
     """
     meeting: _Meeting[T] = _Meeting(size)
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()
+    cast = {
+        kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+    }
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run(rank: int) -> None:
@@ -137,7 +141,10 @@ def in_turn(size: int, function: Callable[[Group], T]) -> list[T]:
             torch.set_num_threads(threads)
             # One thread of autograd serves a GPU: a rank that waits there would block the others.
             with (
+                torch.inference_mode(inference),
                 torch.set_grad_enabled(grad),
+                torch.autocast("cpu", *cast["cpu"]),
+                torch.autocast("cuda", *cast["cuda"]),
                 torch.cuda.stream(stream),
                 torch.autograd.set_multithreading_enabled(False),
             ):

@@ -13,12 +13,14 @@ noticed by the next forward: see `guard`.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from isobit.frame.caller import warn
 from isobit.integrations.hf import adapters, delta_nets, guard, refusals, trial
 from isobit.integrations.hf.attention import NAME, PAGED, register_attention
 from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
@@ -27,10 +29,17 @@ from isobit.integrations.hf.experts import DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import refusal
 from isobit.integrations.hf.swaps import check_numerics, is_on, or_as_before, own_layers, turn_off, turn_on
-from isobit.integrations.hf.tensor_parallel import check_cut, check_tp, cut, dimensions_of_heads
+from isobit.integrations.hf.tensor_parallel import (
+    check_cut,
+    check_tp,
+    cut,
+    dimensions_of_heads,
+    is_cut,
+    prepared,
+)
 from isobit.integrations.hf.warmup import of_calls, of_model
 from isobit.integrations.patch import Handle, Patch, Switch
-from isobit.layers.classes import Classes
+from isobit.layers.classes import Classes, class_given
 from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear, class_here
@@ -138,6 +147,22 @@ class _Patch(Patch):
         model = self.model()
         if model is not None:
             turn_off(model)
+
+    def stays_after(self, error: BaseException) -> bool:
+        """Ranks make a model whole together, and this one may have the error alone: others would be waited
+        for that never come."""
+        model = self.model()
+        if model is None or not is_cut(model):
+            return False
+        text = (
+            f"isobit: the {type(model).__name__} stays cut, and enabled: ranks make it whole together, and "
+            "an error has ended this with-block. Call disable() on all ranks"
+        )
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:  # Python 3.10
+            warn(text)
+        return True
 
     def look(self) -> Report:
         """The report on the model as it is now."""
@@ -283,15 +308,12 @@ def zero_drift(
         switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(given).__name__})")
     with switch.lock:
         sizes = Warmup(given, batch, lengths, train)
-        if tp is not None:
-            _check_refusals(model)
-            check_tp(model, tp, numerics)
+        if tp is not None and switch.patch is not None:
+            prepared(model, tp, partial(_enabled_already, model), str)
         patch, new = switch.applied(None, lambda: _apply(model, numerics, sizes, tp))
         assert isinstance(patch, _Patch)
         if not new:
             check_numerics(model, numerics)
-            if tp is not None:
-                raise refusal(model, "tp: zero_drift was called already; call disable() first")
         if not new and not guard.is_unchanged(model):  # what was added since
             again = _apply(model, numerics, sizes, None)
             patch.tried, patch.report, patch.snapshots = again.tried, again.report, 0
@@ -318,29 +340,46 @@ class Warmup(NamedTuple):
             of_model(self.model, self.batch, self.lengths, self.train, None, False, trial)
 
 
+def _enabled_already(model: Any) -> tuple[None, dict[str, int]]:
+    raise refusal(model, "tp: zero_drift was called already; call disable() first")
+
+
 def _apply(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> _Patch:
-    _check_refusals(model)
-    check_cut(model)
-    check_numerics(model, numerics)
-    register_attention()
+    """Until the ranks of tp have agreed, an error on any of them leaves the model as it was on all."""
     adopted = is_on(model)
-    with or_as_before(model):
-        warmup.of_norms(partial(options_of_all, model))
-        skipped = turn_on(model, numerics)
-        if skipped:
-            raise refusal(model, by_reason(skipped))
-        if not _attention_layers(model):
-            raise refusal(model, "no module in it uses transformers' AttentionInterface")
-        warmup.of_all(partial(trial.of_model, model, _vocab(model), ()))
-        tried = _tried(model)
-        heads = {} if tp is None else dimensions_of_heads(model)
-    if tp is not None:
-        cut(model, tp, heads)
+    with ExitStack() as undo:
+
+        def ready() -> tuple[Tried, dict[str, int]]:
+            _check_refusals(model)
+            if tp is not None:
+                check_tp(model, tp, numerics)
+            check_cut(model)
+            check_numerics(model, numerics)
+            register_attention()
+            undo.enter_context(or_as_before(model))
+            return _turned_on(model, numerics, warmup, tp)
+
+        tried, heads = prepared(model, tp, ready, lambda name: str(class_given(numerics, name)))
+        if tp is not None:
+            cut(model, tp, heads)
     guard.put_on(model)
     report = _report(model, tried)
     return _Patch(
         backend=None, instead="", model=weakref.ref(model), tried=tried, report=report, adopted=adopted
     )
+
+
+def _turned_on(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> tuple[Tried, dict[str, int]]:
+    """The model computed by isobit, and tested: the classes of modules that torch computes, and the norms of
+    single heads that ranks are to share."""
+    warmup.of_norms(partial(options_of_all, model))
+    skipped = turn_on(model, numerics)
+    if skipped:
+        raise refusal(model, by_reason(skipped))
+    if not _attention_layers(model):
+        raise refusal(model, "no module in it uses transformers' AttentionInterface")
+    warmup.of_all(partial(trial.of_model, model, _vocab(model), ()))
+    return _tried(model), {} if tp is None else dimensions_of_heads(model)
 
 
 def _check_refusals(model: Any) -> None:

@@ -6,7 +6,10 @@ attention needs no sum over ranks. Embedding, norms and LM head stay whole on ev
 heads (Qwen 3) get this rank's heads; the gradient of their weight is that of all heads, on every rank.
 """
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,8 +17,11 @@ from torch import nn
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import refusal
 from isobit.layers.classes import Classes, class_given, layers_of_adapters
+from isobit.layers.linear import DetLinear
 from isobit.numerics import LEAVES, TREE8
-from isobit.ranks import as_group
+from isobit.ranks import agree, as_group, shown
+
+T = TypeVar("T")
 
 #: On the model: the names of the layers that were cut.
 CUT = "cut_by_zero_drift"
@@ -128,34 +134,73 @@ def _dimensions_seen(model: Any, modules: dict[str, nn.Module]) -> dict[str, int
     return dims
 
 
+def prepared(
+    model: Any, mesh: Any, prepare: Callable[[], tuple[T, dict[str, int]]], numerics: Callable[[str], str]
+) -> tuple[T, dict[str, int]]:
+    """What `prepare` returns, of which the second are the norms of single heads, if all ranks are ready to
+    cut the same model in the same way. If it raises an error on one of them each raises one."""
+    made: list[tuple[T, dict[str, int]]] = []
+    if mesh is None:
+        return prepare()
+    if not hasattr(mesh, "device_type"):
+        raise refusal(model, f"tp: must be a DeviceMesh of one dimension, not a {type(mesh).__name__}")
+
+    def ready() -> str:
+        made.append(prepare())
+        cuts = layers_to_cut(model)
+        layers = [
+            (name, how, [*map(shown, model.get_submodule(name).parameters(recurse=False))], numerics(name))
+            for name, how in cuts.items()
+        ]
+        whole = [name for name, m in model.named_modules() if isinstance(m, DetLinear) and name not in cuts]
+        layers += [(name, "whole", [], numerics(name)) for name in whole]
+        kinds = Counter((how, given) for _, how, _, given in layers)
+        return (
+            f"zero_drift(model: {type(model).__name__}): {dict(kinds)}, {shown(made[0][1])}, {shown(layers)}"
+        )
+
+    agree(as_group("zero_drift", mesh), ready, lambda: None, torch.device(mesh.device_type), True)
+    return made[0]
+
+
 def cut(model: Any, mesh: Any, heads: dict[str, int]) -> None:
     """Every rank keeps its part of each layer. `heads`: the norms of single heads, as
-    `dimensions_of_heads` returns them."""
+    `dimensions_of_heads` returns them. An error leaves the model whole: layers get their parts at the end."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from isobit.layers.styles import DetColwise, DetRowwise
 
-    layers = layers_to_cut(model)
-    for name, how in layers.items():
+    puts: list[Callable[[], None]] = []
+    for name, how in layers_to_cut(model).items():
         module = model.get_submodule(name)
         if name in heads:
             weight = module.weight
-            whole = distribute_tensor(weight.data, mesh, [Replicate()])
-            module.weight = nn.Parameter(whole, requires_grad=weight.requires_grad)
-            module.heads_at = heads[name]
+            whole = nn.Parameter(
+                distribute_tensor(weight.data, mesh, [Replicate()]), requires_grad=weight.requires_grad
+            )
+            puts.append(partial(setattr, module, "weight", whole))
+            puts.append(partial(setattr, module, "heads_at", heads[name]))
         else:
             style = DetColwise() if how == "colwise" else DetRowwise()
-            style._apply(module, mesh)
-    setattr(model, CUT, [*layers])
+            puts.append(partial(style.put, module, style.placed(module, mesh)))
+    for put in puts:
+        put()
+    setattr(model, CUT, [*layers_to_cut(model)])
+
+
+def is_cut(model: Any) -> bool:
+    """Whether `cut` has cut it: to make it whole again, all ranks exchange their parts."""
+    return CUT in vars(model)
 
 
 def join(model: Any) -> None:
     """Every rank has all of each layer again. All ranks must call it."""
-    for name in getattr(model, CUT, ()):
-        layer = model.get_submodule(name)
+    layers = {name: model.get_submodule(name) for name in getattr(model, CUT, ())}
+    for name, layer in layers.items():
+        if any(parameter.device_mesh.ndim > 1 for parameter in layer.parameters(recurse=False)):
+            raise refusal(model, f"{name} was sharded afterwards; the model cannot be restored")
+    for layer in layers.values():
         for key, parameter in [*layer.named_parameters(recurse=False)]:
-            if parameter.device_mesh.ndim > 1:
-                raise refusal(model, f"{name} was sharded afterwards; the model cannot be restored")
             whole = parameter.data.full_tensor()
             setattr(layer, key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         for key in ("of_ranks", "heads_at"):

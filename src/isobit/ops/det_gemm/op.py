@@ -105,7 +105,10 @@ def gemm_bwd(
 
 
 @public_op(
-    "det_linear", aside=("group",), flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"])
+    "det_linear",
+    aside=("group",),
+    explained="isobit.ops.det_gemm.dtensors:explained",
+    flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"]),
 )
 def linear() -> Float[Tensor, "* N in out_dtype or operand_dtype or x"]:
     """x weight^T + bias."""

@@ -13,7 +13,7 @@ eighth of every part, one after the other, as one chain.
 With sequence parallelism x of a column layer, and y of a row layer, are cut along a dimension of tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isobit.frame.contract import ContractError, describe, dtype_name
+from isobit.frame.contract import ContractError, describe
 from isobit.frame.op import OPS
 from isobit.numerics import CHAIN16, LEAVES, TREE8, Numerics
 from isobit.ops.det_gemm.calls import rows
-from isobit.ranks import Group, agree, as_group, gather_rows, ordered_scatter, ordered_sum
+from isobit.ranks import Group, agree, gather_rows, ordered_scatter, ordered_sum, shown
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,23 @@ def in_parts(t: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
 
 
 def _call(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """The call in words: what must be the same on all ranks."""
+    """The call in words: what must be the same on all ranks. Which gradients there are decides what a
+    backward exchanges: a sum for x, and all tokens of x for those of weight and bias."""
     tensors = [f"{n}: {describe(t)}" for n, t in (("x", x), ("weight", weight), ("bias", bias))]
     options = [
-        f"{name}={dtype_name(value) if isinstance(value, torch.dtype) else value}"
+        f"{name}={shown(value)}"
         for name in ("parts", "sequence_dim", "operand_dtype", "out_dtype", "numerics", "backend")
         if (value := getattr(layer, name)) is not None
     ]
-    gradient = ["with the gradient of x"] if torch.is_grad_enabled() and x.requires_grad else []
-    return f"{layer.what}({', '.join(tensors + options + gradient)})"
+    of_tokens = weight.requires_grad or (bias is not None and bias.requires_grad)
+    needs = [name for name, need in (("x", x.requires_grad), ("weight or bias", of_tokens)) if need]
+    gradients = [f"with gradients of {' and '.join(needs)}"] if torch.is_grad_enabled() and needs else []
+    return f"{layer.what}({', '.join(tensors + options + gradients)})"
 
 
-def _check(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Everything that is wrong with a call on this rank, before it exchanges anything."""
+def _check(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Everything that is wrong with a call on this rank, before it exchanges anything. Returns the numerics
+    class here: backends of one class may differ."""
     what, group = layer.what, layer.group
     dim = layer.sequence_dim
     if x.ndim < 1 or weight.ndim != 2:
@@ -144,10 +148,11 @@ def _check(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
             )
     linear = OPS["det_linear"]
     options = {"operand_dtype": layer.operand_dtype, "out_dtype": layer.out_dtype}
-    linear.explain(
+    served = linear.explain(
         x=x, weight=weight, bias=bias, **options, numerics=layer.numerics if layer.kind == "column" else None,
         backend=layer.backend if layer.kind == "column" else None,
     )  # fmt: skip
+    return f"numerics class {served.numerics}"
 
 
 def _in_leaves(layer: Layer, t: Tensor, dim: int) -> Tensor:
@@ -246,25 +251,36 @@ def _local(
     return tuple(each if need else None for each, need in zip(made, wanted, strict=True))
 
 
-def sharded_linear(
-    layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, validate: bool | None = None
-) -> Tensor:
-    """The layer on this rank, whose parts of the tensors are given."""
-    agree(
-        layer.group, _call(layer, x, weight, bias), lambda: _check(layer, x, weight, bias), weight.device,
-        validate,
-    )  # fmt: skip
+#: A layer, and this rank's parts of x, weight and bias.
+Parts = tuple[Layer, Tensor, Tensor, Tensor | None]
+
+
+def sharded_linear(group: Group, parts: Callable[[], Parts], device: Any, validate: bool | None) -> Tensor:
+    """The layer on this rank. `parts` may find an error: other ranks hear of it."""
+    ready: list[Parts] = []
+
+    def call() -> str:
+        ready.append(parts())
+        return _call(*ready[0])
+
+    agree(group, call, lambda: _check(*ready[0]), device, validate)
+    layer, x, weight, bias = ready[0]
     function = _Column if layer.kind == "column" else _Row
     y: Tensor = function.apply(layer, x, weight, bias)
     return y
 
 
+def device_of(weight: Any) -> torch.device:
+    """Where ranks exchange what they agree about. A weight that is no tensor is an error later."""
+    return weight.device if isinstance(weight, Tensor) else torch.device("cpu")
+
+
 def layer_of(
-    kind: Literal["column", "row"], group: Any, *, parts: Sequence[int] | None = None,
+    kind: Literal["column", "row"], group: Group, *, parts: Sequence[int] | None = None,
     sequence_dim: int | None = None, operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None, numerics: str | Numerics | None = None, backend: str | None = None,
 ) -> Layer:  # fmt: skip
     return Layer(
-        kind, as_group(f"{kind}_linear", group), None if parts is None else tuple(parts), sequence_dim,
+        kind, group, None if parts is None else tuple(parts), sequence_dim,
         operand_dtype, out_dtype, None if numerics is None else str(numerics), backend,
     )  # fmt: skip

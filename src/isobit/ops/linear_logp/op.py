@@ -27,7 +27,6 @@ vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are s
 """
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.backend import NONE, resolve
-from isobit.frame.contract import F32, Contract, Float, Int, Mask, dtype_name
+from isobit.frame.contract import F32, Contract, Float, Int, Mask, dtype_name, is_dtensor
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
 from isobit.frame.public_op import public_op
@@ -47,12 +46,6 @@ from isobit.ops.linear_logp.slabs import SLAB_BYTES
 
 #: `linear_logp` by the ranks of a group, which is made of this op: it is imported when it is needed.
 _OF_RANKS = "isobit.ops.linear_logp.sharded:linear_logp_sharded"
-
-
-def is_sharded(weight: Any) -> bool:
-    """Whether a weight is a DTensor. Where nobody has imported DTensor, nothing is one."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(weight, distributed.DTensor)
 
 
 def vocabulary(args: dict[str, Any]) -> int:
@@ -98,7 +91,14 @@ def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
 # The contract
 
 
-@public_op("linear_logp", before="workspace_bytes", aside=("group",), sizes=kept_sizes, flops=_product_flops)
+@public_op(
+    "linear_logp",
+    before="workspace_bytes",
+    aside=("group",),
+    sizes=kept_sizes,
+    flops=_product_flops,
+    explained="isobit.ops.linear_logp.sharded:explained",
+)
 def forward(return_stats: bool = False, keep: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],
@@ -203,8 +203,9 @@ def linear_logp(  # overloads take any options
             that share the vocabulary: weight and bias are this rank's rows, [r P / R, (r + 1) P / R) of the
             padded vocabulary, and vocab_size counts the tokens of all ranks (by default R times the rows
             here). Everything else is the same on every rank, and so are the results and dhidden, with the
-            bits of one GPU in class lse/8x4; dweight and dbias are those of the rank's rows. A DTensor weight
-            with Shard(0) has its group with it.
+            bits of one GPU in class lse/8x4; dweight and dbias are those of the rank's rows. With a weight
+            (and bias) that is a DTensor, Shard(0), it is weight.device_mesh; it may be left out if hidden is
+            a DTensor on that mesh, Replicate(). Results are plain tensors in any case.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
         numerics: the numerics class that the result must have, "lse/1" or "lse/8x4" on a Hopper GPU,
@@ -237,9 +238,7 @@ def linear_logp(  # overloads take any options
         "padded_vocab": padded_vocab, "return_entropy": return_entropy, "return_lse": return_lse,
         "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    # FSDP2 cuts weights by rows as well, and means something else. So a call must say what the ranks share.
-    shares = padded_vocab is not None or numerics is not None
-    if group is not None or (shares and is_sharded(weight)):
+    if group is not None or is_dtensor(weight):
         made: Tensor | tuple[Tensor, ...] = resolve(_OF_RANKS)(given, group)
         return made
     if workspace_bytes is not None:

@@ -11,18 +11,31 @@ So the bits do not depend on the number of ranks.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
-from isobit.frame.contract import ContractError
+from isobit.frame.contract import ContractError, describe, is_dtensor
+from isobit.kernels.host.tokens import live_rows
 from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.linear_logp import shard_op
-from isobit.ops.linear_logp.op import backward, forward, is_sharded
-from isobit.ranks import Group, agree, as_group, ordered_sum, reads_values, shown
+from isobit.ops.linear_logp.op import backward, forward
+from isobit.ranks import (
+    Group,
+    agree,
+    bits,
+    dtensor_error,
+    local_part,
+    ordered_sum,
+    ranks_that_share,
+    reads_values,
+    shown,
+)
 
 _OPTIONS = ("ignore_index", "temperature", "softcap", "logit_scale", "logits_dtype")
 
@@ -106,27 +119,36 @@ class _Sharded(torch.autograd.Function):
 
 
 def call_of(
-    given: dict[str, Any], group: Any, what: str = "linear_logp", said: str = "",
-    also: Callable[[dict[str, Any]], None] = lambda given: None,
+    given: dict[str, Any], group: Any, what: str = "linear_logp", more: Callable[[], str] = str,
+    also: Callable[[dict[str, Any]], None] = lambda given: None, values: Callable[[], dict[str, str]] = dict,
 ) -> Call:  # fmt: skip
     """The call of a rank, which all ranks agree to make: `given` are arguments of `linear_logp`. A function
-    `what` that is made of it describes in `said` what else must be the same, and checks more of its own
-    arguments by `also`, which gets those of this rank's part of the vocabulary."""
-    given = given | _local(what, given, group)
-    own = as_group(what, given.pop("group"))
-    hidden, validate = given["hidden"], given.pop("validate")
-    given |= _vocabulary(given, own.size)
+    `what` that is made of it says by `more` and `values` what else must be the same, and checks more of its
+    own arguments by `also`, which gets those of this rank's part of the vocabulary."""
+    hidden, weight, validate = given["hidden"], given["weight"], given["validate"]
+    own = ranks_that_share(what, "weight", weight, hidden, group)
+    args = {name: value for name, value in given.items() if name != "validate"}
     checked: list[Call] = []
 
-    def check() -> None:
-        also(given)
-        checked.append(_check(what, own, given, validate))
+    def call() -> str:
+        args.update(_local(what, given))
+        args.update(_vocabulary(args, own.size))
+        return _said(what, args) + more()
+
+    def check() -> str:
+        also(args)
+        checked.append(_check(what, own, args, validate))
+        return checked[0].backend
 
     device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
-    agree(own, _said(what, given) + said, check, device, validate)
-    if not checked:
-        check()
+    agree(own, call, check, device, validate, values=lambda: _bits(args) | values(), each_time=True)
     return checked[0]
+
+
+def _bits(args: dict[str, Any]) -> dict[str, str]:
+    """Of what every rank has: a rank with other tokens would merge states of other rows."""
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    return bits({name: args[name] for name in ("token_ids", "hidden", "temperature")}, live)
 
 
 def rows_of(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -149,12 +171,8 @@ linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tenso
 
 def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None) -> Call:
     """The call, if it satisfies the contract on this rank. Exchanges nothing."""
-    args = dict(given)
-    controls = {name: args.pop(name) for name in ("numerics", "backend")}
-    call = Call(group, args, "")
-    rows = {name: args[name] for name in ("hidden", "weight", "token_ids", "bias", "mask")}
-    more = {"return_entropy": args["return_entropy"], **call.heads, **call.here, **controls}
-    served = shard_op.states.explain(**rows, **more)
+    args = {name: value for name, value in given.items() if name not in ("numerics", "backend")}
+    served = _explained(group, given)
     if served.backend is None:
         raise ContractError(f"{what}: no backend can serve this call with a group: {served}")
     each = args["temperature"]
@@ -166,6 +184,19 @@ def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None
     return Call(group, args, served.backend)
 
 
+def _explained(group: Group, given: dict[str, Any]) -> Explanation:
+    call, names = Call(group, given, ""), ("hidden", "weight", "token_ids", "bias", "mask")
+    rows = {name: given[name] for name in (*names, "return_entropy", "numerics", "backend")}
+    return shard_op.states.explain(**rows, **call.heads, **call.here)
+
+
+def explained(given: dict[str, Any], what: str = "linear_logp") -> Explanation:
+    """What serves a call with a group on this rank. Exchanges nothing."""
+    own = ranks_that_share(what, "weight", given["weight"], given["hidden"], given["group"])
+    args = given | _local(what, given)
+    return _explained(own, args | _vocabulary(args, own.size))
+
+
 def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     """The tokens of all ranks, and the padded vocabulary."""
     V, P = given["vocab_size"], given["padded_vocab"]
@@ -174,27 +205,17 @@ def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
 
 
-def _local(what: str, given: dict[str, Any], group: Any) -> dict[str, Any]:
-    """The rank's own rows, the group, and the vocabulary, of a DTensor weight; or what was given."""
-    weight, bias, V = given["weight"], given["bias"], given["vocab_size"]
-    if not is_sharded(weight):
-        if is_sharded(bias):
-            raise _error(what, "bias", "a DTensor", "must be the rank's own part, as weight is")
-        return {"group": group}
-    mesh = weight.device_mesh
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        if not is_sharded(t) or t.device_mesh != mesh:
-            raise _error(what, name, type(t).__name__, "must be a DTensor on the mesh of weight")
-        if mesh.ndim != 1 or not t.placements[0].is_shard(0):
-            rule = "must be cut by rows on a mesh of one dimension: (Shard(0),)"
-            raise _error(what, name, f"placements {t.placements} on a mesh of {mesh.ndim} dimensions", rule)
-    if group is not None and as_group(what, group) != as_group(what, mesh):
-        raise _error(what, "group", "another than that of the DTensor weight", "leave it out")
-    local = {"weight": weight.to_local(), "bias": None if bias is None else bias.to_local()}
-    return local | {"group": mesh, "vocab_size": weight.shape[0] if V is None else V}
-
-
-def _error(what: str, name: str, given: str, rule: str) -> ContractError:
-    return ContractError(f"{what}({name}: {given}): {rule}")
+def _local(what: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has of DTensors, and the vocabulary of all ranks."""
+    weight, bias = given["weight"], given["bias"]
+    if not is_dtensor(weight):
+        if is_dtensor(bias):
+            raise dtensor_error(what, "bias", bias, "must be the rank's own part, as weight is")
+        return {}
+    placements = import_module("torch.distributed.tensor")
+    by_rows, mesh, V = placements.Shard(0), weight.device_mesh, given["vocab_size"]
+    if bias is not None and not is_dtensor(bias):
+        raise ContractError(f"{what}(bias: {describe(bias)}): must be a DTensor on the mesh of weight")
+    wanted = {"weight": by_rows, "bias": by_rows, "hidden": placements.Replicate()}
+    local = {name: local_part(what, name, given[name], mesh, each) for name, each in wanted.items()}
+    return local | {"vocab_size": weight.shape[0] if V is None else V}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from isobit.frame.backend import resolve
 from isobit.frame.composed import composed
-from isobit.frame.contract import F32, Contract, Float, Int, Mask
+from isobit.frame.contract import F32, Contract, Float, Int, Mask, is_dtensor
 from isobit.kernels.host import bounds, bounds_of_lists
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp import op as linear_logp
@@ -40,7 +40,11 @@ from isobit.ops.linear_policy_loss.loss_call import Loss
 _OF_RANKS = "isobit.ops.linear_policy_loss.sharded:call_of_rank"
 
 
-@composed("linear_policy_loss", aside=("vocab_size", "group"))
+@composed(
+    "linear_policy_loss",
+    aside=("vocab_size", "group"),
+    explained="isobit.ops.linear_policy_loss.sharded:explained",
+)
 def declared() -> F32[Tensor, ""]:
     """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
 
@@ -147,9 +151,7 @@ def linear_policy_loss(
         "entropy": entropy, "cu_seqlens": cu_seqlens, "padded_vocab": padded_vocab,
         "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    # FSDP2 cuts weights by rows as well: as in `linear_logp`, a call must say what the ranks share.
-    shares = padded_vocab is not None or numerics is not None
-    if group is not None or (shares and linear_logp.is_sharded(weight)):
+    if group is not None or is_dtensor(weight):
         call: Call = resolve(_OF_RANKS)(given, vocab_size, group)
     elif vocab_size is not None:
         rule = "is for a vocabulary that ranks share; without a group pass weight[:vocab_size], and bias too"

@@ -5,14 +5,15 @@ by the same ranks. Every rank runs the loss on all rows: it has the same numbers
 exchanged but what `linear_logp` exchanges, and dhidden, dweight and dbias are its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from isobit.frame.contract import describe
+from isobit.frame.backend import Explanation
 from isobit.ops.linear_logp import sharded
 from isobit.ops.linear_policy_loss.chunked import PLAIN, Call
 from isobit.ops.linear_policy_loss.op import call_of
-from isobit.ranks import reads_values
+from isobit.ranks import bits, reads_values, shown
 
 _ROWS = ("hidden", "weight", "token_ids", "bias", "mask", "ignore_index", "temperature")
 _MORE = ("padded_vocab", "workspace_bytes", "validate", "numerics", "backend")
@@ -32,15 +33,22 @@ def call_of_rank(given: dict[str, Any], vocab_size: int | None, group: Any) -> C
     rows = {name: given[name] for name in _ROWS + _MORE} | PLAIN
     flags = {"vocab_size": vocab_size, "return_entropy": given["entropy"], "return_lse": False}
     call = sharded.call_of(
-        rows | flags, group, "linear_policy_loss", f", cu_seqlens={_shapes(given['cu_seqlens'])}, "
-        f"inputs={_shapes(given['inputs'])}", check_loss,
+        rows | flags, group, "linear_policy_loss", lambda: _said(given), check_loss,
+        lambda: bits({"cu_seqlens": given["cu_seqlens"]}),
     )  # fmt: skip
     validated = reads_values(given["validate"], call.args["hidden"].device)
     return replace(checked[0], check=validated, of_ranks=lambda: sharded.rows_of(call)[:2])
 
 
-def _shapes(given: Any) -> str:
-    """Of the inputs of a loss, which every rank has."""
-    if isinstance(given, dict):
-        return str({name: describe(value) for name, value in given.items()})
-    return describe(given)
+def explained(given: dict[str, Any]) -> Explanation:
+    """What serves a call with a group on this rank."""
+    return sharded.explained(given | PLAIN | {"return_entropy": given["entropy"]} | {
+        "vocab_size": given["vocab_size"]}, "linear_policy_loss")  # fmt: skip
+
+
+def _said(given: dict[str, Any]) -> str:
+    """What else every rank has: how rows are grouped, and the inputs of the loss."""
+    inputs = given["inputs"]
+    if isinstance(inputs, Mapping):
+        inputs = {name: shown(value) for name, value in inputs.items()}
+    return f", cu_seqlens={shown(given['cu_seqlens'])}, inputs={inputs}"

@@ -29,7 +29,7 @@ from isobit.numerics.classes import LSE_TRITON_8X1, LSE_TRITON_8X1_CPU
 _OF_RANKS = "isobit.ops.logp.sharded:logp_sharded"
 
 
-@public_op("logp", aside=("vocab_size", "group"))
+@public_op("logp", aside=("vocab_size", "group"), explained="isobit.ops.logp.sharded:explained")
 def forward(return_stats: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, is_dtensor
 from isobit.kernels.host import tokens
 from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.logp import shard_op
 from isobit.ops.logp.op import forward
-from isobit.ranks import Group, agree, as_group, reads_values, shown
+from isobit.ranks import Group, agree, bits, ranks_that_share, reads_values, shown
 
 _ROWS = ("token_ids", "mask", "ignore_index", "temperature")
 
@@ -80,14 +81,23 @@ class _Sharded(torch.autograd.Function):
 
 def _logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
     """`logp` of a rank: `given` are its arguments."""
-    given = given | _local(given, group)
-    own = as_group("logp", given.pop("group"))
-    logits, validate = given["logits"], given.pop("validate")
-    given |= _vocabulary(given, own.size)
+    logits, validate = given["logits"], given["validate"]
+    own = ranks_that_share("logp", "logits", logits, logits, group)
+    args = {name: value for name, value in given.items() if name != "validate"}
     checked: list[_Call] = []
+
+    def said() -> str:
+        args.update(_local(given))
+        args.update(_vocabulary(args, own.size))
+        return _said(args)
+
+    def check() -> str:
+        checked.append(_check(own, args, validate))
+        return checked[0].backend
+
     device = logits.device if isinstance(logits, Tensor) else torch.device("cpu")
-    agree(own, _said(given), lambda: checked.append(_check(own, given, validate)), device, validate)
-    call = checked[0] if checked else _check(own, given, validate)
+    agree(own, said, check, device, validate, values=lambda: _bits(args), each_time=True)
+    call = checked[0]
     logp, entropy, lse = _Sharded.apply(call, call.args["logits"])
     wanted = [each for each, name in ((entropy, "entropy"), (lse, "lse")) if given[f"return_{name}"]]
     return (logp, *wanted) if wanted else logp
@@ -106,12 +116,8 @@ def _said(args: dict[str, Any]) -> str:
 
 def _check(group: Group, given: dict[str, Any], validate: bool | None) -> _Call:
     """The call, if it satisfies the contract on this rank. Exchanges nothing."""
-    args = dict(given)
-    controls = {name: args.pop(name) for name in ("numerics", "backend")}
-    call = _Call(group, args, "")
-    served = shard_op.states.explain(
-        logits=args["logits"], **call.given("padded_vocab", "return_entropy"), **call.here, **controls
-    )
+    args = {name: value for name, value in given.items() if name not in ("numerics", "backend")}
+    served = _explained(group, given)
     if served.backend is None:
         raise ContractError(f"logp: no backend can serve this call with a group: {served}")
     each = args["temperature"]
@@ -123,6 +129,20 @@ def _check(group: Group, given: dict[str, Any], validate: bool | None) -> _Call:
     return _Call(group, args, served.backend)
 
 
+def _explained(group: Group, given: dict[str, Any]) -> Explanation:
+    call = _Call(group, given, "")
+    controls = {name: given[name] for name in ("numerics", "backend")}
+    rows = call.given("padded_vocab", "return_entropy")
+    return shard_op.states.explain(logits=given["logits"], **rows, **call.here, **controls)
+
+
+def explained(given: dict[str, Any]) -> Explanation:
+    """What serves a call with a group on this rank. Exchanges nothing."""
+    own = ranks_that_share("logp", "logits", given["logits"], given["logits"], given["group"])
+    args = given | _local(given)
+    return _explained(own, args | _vocabulary(args, own.size))
+
+
 def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     """The tokens of all ranks, and the padded vocabulary."""
     V, P = given["vocab_size"], given["padded_vocab"]
@@ -131,16 +151,18 @@ def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
 
 
-def _local(given: dict[str, Any], group: Any) -> dict[str, Any]:
-    """The rank's own columns, the group, and the vocabulary, of DTensor logits; or what was given."""
+def _bits(args: dict[str, Any]) -> dict[str, str]:
+    """Of what every rank has."""
+    live = tokens.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    return bits({name: args[name] for name in ("token_ids", "temperature")}, live)
+
+
+def _local(given: dict[str, Any]) -> dict[str, Any]:
+    """The rank's own columns of DTensor logits, and the vocabulary."""
     logits, V = given["logits"], given["vocab_size"]
     if not is_dtensor(logits):
-        return {"group": group}
-    mesh = logits.device_mesh
-    if mesh.ndim != 1 or not logits.placements[0].is_shard(logits.ndim - 1):
-        rule = "must be cut by columns on a mesh of one dimension, (Shard(-1),); or pass .full_tensor()"
-        what = f"placements {logits.placements} on a mesh of {mesh.ndim} dimensions"
-        raise ContractError(f"logp(logits: {what}): {rule}")
-    if group is not None and as_group("logp", group) != as_group("logp", mesh):
-        raise ContractError("logp(group: another than that of the DTensor logits): leave it out")
-    return {"logits": logits.to_local(), "group": mesh, "vocab_size": logits.shape[-1] if V is None else V}
+        return {}
+    if not logits.placements[0].is_shard(logits.ndim - 1):
+        rule = "must be cut by columns, (Shard(-1),); or pass .full_tensor()"
+        raise ContractError(f"logp(logits: placements {logits.placements}): {rule}")
+    return {"logits": logits.to_local(), "vocab_size": logits.shape[-1] if V is None else V}

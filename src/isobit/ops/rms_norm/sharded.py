@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isobit.frame.composed import outside_graphs
 from isobit.ops.rms_norm.op import backward, forward
-from isobit.ranks import Group, gather_rows
+from isobit.ranks import Group, agree, gather_rows, shown
 
 
 class _OfHeads(torch.autograd.Function):
@@ -48,12 +49,26 @@ class _OfHeads(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def rms_norm_of_heads(
+def _rms_norm_of_heads(
     x: Tensor, weight: Tensor, group: Group, dim: int, *, eps: float, offset: float, cast: str,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """`rms_norm` of x [*, D], whose dimension `dim` are the heads of this rank, all ranks with equally many.
     dweight is whole on every rank, with the bits of one rank that has all heads."""
     options = {"eps": eps, "offset": offset, "cast": cast, "backend": backend}
+
+    def call() -> str:
+        told = {"x": x, "weight": weight, "dim": dim} | options
+        needs = torch.is_grad_enabled() and weight.requires_grad  # what the backward exchanges rows for
+        said = ", ".join(f"{name}={shown(value)}" for name, value in told.items())
+        return f"rms_norm of heads: {said}, gradient of weight={needs}"
+
+    def check() -> str:
+        return str(forward.explain(x=x, weight=weight, residual=None, return_rstd=True, **options).numerics)
+
+    agree(group, call, check, x.device)
     out: Tensor = _OfHeads.apply(x, weight, group, dim, options)
     return out
+
+
+rms_norm_of_heads = outside_graphs(_rms_norm_of_heads, "its backward exchanges tensors with other ranks")

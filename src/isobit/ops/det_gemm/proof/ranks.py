@@ -76,7 +76,11 @@ def _run(
         dy = None if dy is None else shard_parts(dy.movedim(-1, 0), parts or [N], group).movedim(0, -1)
         if sequence_dim is not None:
             mine["x"] = _cut(args["x"], group, sequence_dim)
-    results = _differentiated(partial(sharded_linear, layer), mine, dy, _wanted(trial, args))
+
+    def call(*tensors: Any) -> Tensor:
+        return sharded_linear(group, lambda: (layer, *tensors), trial.device, None)
+
+    results = _differentiated(call, mine, dy, _wanted(trial, args))
     return _by_parts(results, parts, group.size) if fused else results
 
 

@@ -69,8 +69,8 @@ _AGREE = [
 
 #: A vocabulary whose shards end inside a tile, one that has shards without tokens, and larger ones.
 CASES = [
-    Case({"N": 24, "D": 40, "V": 2300}, BF16, "random", options={"bias": "own", "mask": torch.bool}),
-    Case({"N": 16, "D": 24, "V": 500}, F16, "random", options={"padded": 640, "temperature": 0.7}),
+    Case({"N": 90, "D": 40, "V": 2300}, BF16, "random", options={"bias": "own", "mask": torch.bool}),
+    Case({"N": 50, "D": 24, "V": 500}, F16, "random", options={"padded": 640, "temperature": 0.7}),
     _heavy(530, 1024, 50257, BF16, bias="own", mask=torch.bool),
     _heavy(128, 2048, 151936, F16, padded=152064),
 ]
@@ -208,9 +208,20 @@ def dhidden_in_turn(
     in_order = parts[0]
     for part in parts[1:]:
         in_order = in_order + part
+    return "dhidden of one rank after the other", [_as_tree(parts)], [in_order]
+
+
+def sum_of_dhidden(
+    trial: Trial, whole: Args, entropy: Tensor | None, cotangents: Sequence[Tensor | None]
+) -> Tensor:
+    """dhidden in fp32, before it is rounded."""
+    return _as_tree(parts_of_dhidden(trial, whole, entropy, cotangents))
+
+
+def _as_tree(parts: list[Tensor]) -> Tensor:
     while len(parts) > 1:
         parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
-    return "dhidden of one rank after the other", parts, [in_order]
+    return parts[0]
 
 
 def columns_of(whole: Args, first: int, end: int) -> Args:

@@ -157,9 +157,9 @@ _OF_SHARDS: dict[str, Any] = {
     "memory_cases": [Case({"N": 64, "D": 64, "V": 120}, BF16, data="random")],
     "shards": [ranks.VOCABULARY],
     "shard_cases": [
-        Case({"N": 24, "D": 24, "V": 500}, BF16, "random",
+        Case({"N": 70, "D": 24, "V": 500}, BF16, "random",
              options={"mask": torch.bool, "bias": "own", "padded": 640}),
-        Case({"B": 3, "T": 5, "D": 16, "V": 130}, F16, "random", options={"entropy": True, "each": True}),
+        Case({"B": 4, "T": 11, "D": 16, "V": 130}, F16, "random", options={"entropy": True, "each": True}),
         _heavy({"N": 3000, "D": 256, "V": 50257}, BF16, mask=torch.bool, bias="own"),
     ],
 }  # fmt: skip

@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isobit.ops.linear_logp.op import linear_logp
-from isobit.ops.linear_logp.proof.shards import dhidden_in_turn, lse_of_ranks, whole_rows, wider
+from isobit.ops.linear_logp.proof.shards import (
+    dhidden_in_turn,
+    lse_of_ranks,
+    sum_of_dhidden,
+    whole_rows,
+    wider,
+)
 from isobit.ops.linear_policy_loss.chunked import PLAIN
 from isobit.ops.linear_policy_loss.op import linear_policy_loss
+from isobit.ops.linear_policy_loss.proof.bits import results
 from isobit.ops.linear_policy_loss.proof.inputs import as_linear_logp
 from isobit.ranks import Group
 from isobit.spec.proof import Args, Shards
@@ -53,9 +60,7 @@ def _alone(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> Results:
 def _other_sums(
     trial: Trial, args: Args, cotangents: Sequence[Tensor]
 ) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    ours, whole = _alone(trial, args, cotangents), whole_rows(as_linear_logp(args))
-    another = wider(args | PLAIN)["padded_vocab"]
-    wide = _results(trial, args | {"padded_vocab": another}, cotangents)
+    whole = whole_rows(as_linear_logp(args))
     with torch.no_grad():
         logp, entropy, lse = linear_logp(
             **whole, return_entropy=True, return_lse=True, backend=trial.backend, validate=False
@@ -63,12 +68,26 @@ def _other_sums(
     leaves = [logp.detach().requires_grad_(), entropy.detach().requires_grad_()]
     loss, _ = args["loss_fn"](leaves[0], leaves[1] if args["entropy"] else None, **args["inputs"])
     dlogp, dentropy = torch.autograd.grad(loss * cotangents[0], leaves, allow_unused=True)
-    hidden = "gradient:hidden"
+    grads = (dlogp, dentropy, None)
     return [
-        ("shards of another width", [ours["loss"], ours[hidden]], [wide["loss"], wide[hidden]]),
+        _of_another_width(trial, args, grads),
         ("a log-sum-exp of the ranks' own", [logp], [(logp + lse) - lse_of_ranks(whole, lse)]),
-        dhidden_in_turn(trial, whole, entropy, (dlogp, dentropy, None)),
+        dhidden_in_turn(trial, whole, entropy, grads),
     ]
+
+
+def _of_another_width(
+    trial: Trial, args: Args, grads: Sequence[Tensor | None]
+) -> tuple[str, list[Tensor], list[Tensor]]:
+    """What loss_fn gets, and dhidden before it is rounded. A loss and 16-bit gradients of a small case may
+    have equal bits by chance."""
+
+    def of(padded_vocab: int | None) -> list[Tensor]:
+        call = args | {"padded_vocab": padded_vocab}
+        whole, (logp, *entropy) = whole_rows(as_linear_logp(call)), results(trial, call)
+        return [logp, *entropy, sum_of_dhidden(trial, whole, entropy[0] if entropy else None, grads)]
+
+    return "shards of another width", of(args["padded_vocab"]), of(wider(args | PLAIN)["padded_vocab"])
 
 
 VOCABULARY = Shards(

@@ -56,8 +56,8 @@ CASES = [
     Case({"N": 128, "V": 151936}, F16, data="random", options={"padded": 152064}, heavy=True),
 ]
 _MORE_CASES = [
-    Case({"N": 40, "V": 9000}, F32, data="random", options={"mask": torch.bool, "temperature": 0.7}),
-    Case({"B": 3, "T": 12, "V": 2300}, BF16, data="random", options={"padded": 2816}),
+    Case({"N": 90, "V": 9000}, F32, data="random", options={"mask": torch.bool, "temperature": 0.7}),
+    Case({"B": 5, "T": 16, "V": 2300}, BF16, data="random", options={"padded": 2816}),
 ]
 
 
