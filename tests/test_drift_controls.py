@@ -198,3 +198,12 @@ def test_a_fault_is_still_named_with_the_control() -> None:
     with planted(LAYERS[0].mlp.up_proj, lambda x: x.shape[0] > 4):
         report = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5])
     assert report.repeat is not None and not report.repeat.differ and set(report.remedies) == {"linear"}
+
+
+@pytest.mark.parametrize(("vs", "tokens"), [("batch", 12), ("length", 24), ("packed", 21)])
+def test_the_longest_context_is_said(vs: str, tokens: int) -> None:
+    report = isobit.drift.measure(MODEL, sequences((12, 9)), vs=[vs], locate=False)
+    assert (
+        f"the longest context that was compared has {tokens} tokens: what begins beyond is not seen"
+        in str(report)
+    )

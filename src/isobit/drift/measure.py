@@ -184,9 +184,17 @@ def _why(error: Exception) -> str:
 
 def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> list[str]:
     longest = max(map(len, rows))
+    keys = max(longest, 2 * longest * ("length" in vs), sum(map(len, rows)) * ("packed" in vs))
+    remarks = [
+        f"the longest context that was compared has {keys} tokens: what begins beyond is not seen. Give "
+        "longer prompts, or --length and --tokens"
+    ]
     if window is None or longest > window or not {"chunk", "decode"} & set(vs):
-        return []
-    return [f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing"]
+        return remarks
+    return [
+        *remarks,
+        f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing",
+    ]
 
 
 def under_zero_drift(
