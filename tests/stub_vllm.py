@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import stub_vllm_moe
 import stub_vllm_v2
-from isobit.integrations.vllm import disable, switch
+from isobit.integrations.vllm import disable, options, switch, workers
 from isobit.integrations.vllm import versions as v
 from stub_vllm_v2 import Gathered
 
@@ -206,6 +207,33 @@ def register_backend(backend: _Member, class_path: str | None = None, is_mamba: 
     backend.override = class_path
 
 
+def _cached_get_attn_backend(backend: str) -> type:
+    """The class that the registry has for a name at the first call."""
+    registry = import_module(v.REGISTRY)
+    place, _, name = registry.AttentionBackendEnum[backend].get_path().rpartition(".")
+    return getattr(import_module(place), name)  # type: ignore[no-any-return]
+
+
+class WorkerBase:
+    """With a model runner. Others call its methods by name."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self.model_runner = model_runner
+
+
+class LLM:
+    """An engine that has loaded a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.worker = import_module(v.WORKER).WorkerBase(runner_of(model))
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        """As vLLM's engine: what other processes raise comes back in words."""
+        if not hasattr(self.worker, method):
+            raise Exception(f"Call to collective_rpc method failed: Method {method!r} is not implemented.")
+        return [getattr(self.worker, method)()]
+
+
 @dataclass
 class Metadata:
     """What a sampler is given."""
@@ -355,6 +383,8 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         v.LOGITS: {"LogitsProcessor": LogitsProcessor},
         v.ATTENTION: {"Attention": Attention},
         v.REGISTRY: {"register_backend": register_backend, "AttentionBackendEnum": enum},
+        v.SELECTOR: {"_cached_get_attn_backend": cache(_cached_get_attn_backend)},
+        v.WORKER: {"WorkerBase": type("WorkerBase", (WorkerBase,), {})},
         v.SAMPLER: {"Sampler": Sampler},
         v.GPU_RUNNER: {"GPUModelRunner": runner_class()},
         BACKEND: {"AttentionCGSupport": AttentionCGSupport},
@@ -385,12 +415,12 @@ def remove() -> None:
     sys.modules.pop("isobit.integrations.vllm.flash_attention", None)
 
 
-VARIABLES = (switch.VARIABLE, switch.RUNNER)
+VARIABLES = (options.VARIABLE, switch.RUNNER, workers.RAY)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """Its modules, importable until a fixture ends."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, workers.PLUGINS, workers.PROCESSES):
         monkeypatch.delenv(name, raising=False)
     made = modules()
     for name, module in made.items():

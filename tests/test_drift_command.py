@@ -48,7 +48,7 @@ def test_a_report_and_its_page(isobit: Isobit, checkpoint: str, tmp_path: Path) 
     )
     assert "LlamaForCausalLM, fp32 on cpu: 4 sequences, 30 tokens" in done.out
     table = [line for line in done.out.splitlines() if re.match(r"[a-z]+: .* \d+ of \d+  ", line)]
-    assert len(table) == 10 and max(map(len, table)) <= 80
+    assert len(table) == 11 and max(map(len, table)) <= 80
     assert "decode: static cache" in done.err  # progress
     text = html.read_text()
     assert "<h3>What differs</h3>" in text and "http" not in text.replace("https://github.com", "")

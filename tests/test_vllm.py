@@ -20,7 +20,7 @@ import isobit
 import stub_vllm as stub
 from isobit.integrations import vllm
 from isobit.integrations.hf import warmup
-from isobit.integrations.vllm import layers, rotary, switch, versions
+from isobit.integrations.vllm import layers, options, rotary, switch, versions, workers
 from stub_vllm import Qwen3ForCausalLM, loaded, runner_of
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ def test_another_version_is_refused_unless_it_is_allowed(engine: dict[str, Modul
     engine["vllm"].__version__ = "0.99.0"  # type: ignore[attr-defined]
     with pytest.raises(vllm.VLLMError, match=r"found vLLM 0\.99\.0, which isobit has not been tried with"):
         vllm.enable()
-    assert vllm.report() is None and switch.VARIABLE not in os.environ
+    assert vllm.report().off and options.VARIABLE not in os.environ
     with vllm.enable(allow_untested=True):
         assert str(vllm.report()).startswith("isobit in vLLM 0.99.0 (not tried)")
 
@@ -63,7 +63,7 @@ def test_names_that_are_missing_or_changed_are_listed(engine: dict[str, ModuleTy
         f"{versions.REGISTRY} has register_backend(name), but isobit needs register_backend(backend, cl",
     ):
         assert part in str(error.value)
-    assert switch.VARIABLE not in os.environ
+    assert options.VARIABLE not in os.environ
 
 
 def test_arguments_that_a_newer_version_adds_do_no_harm(engine: dict[str, ModuleType]) -> None:
@@ -105,7 +105,7 @@ def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPat
     before = state(engine)
     with vllm.enable() as on:
         enabled = state(engine)
-        assert enabled[0] == switch.BACKENDS["cuda"][1] and enabled[-2:] == ["1", "0"]
+        assert enabled[0] == switch.BACKENDS["cuda"][1] and enabled[-3:] == ["1", "0", "ISOBIT_VLLM"]
         assert enabled[1] is not before[1]
         with vllm.enable():
             vllm.load_plugin()  # vLLM loads it in this process, too
@@ -113,7 +113,7 @@ def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPat
         assert repr(on) == "<isobit.integrations.vllm: 0 calls served, 0 passed on>"
         with pytest.raises(isobit.UnsupportedError, match="already enabled with Options"):
             vllm.enable(allow_others=True)
-    assert state(engine) == before and vllm.report() is None
+    assert state(engine) == before and vllm.report().off
     vllm.enable()
     vllm.disable()
     vllm.disable()
@@ -129,24 +129,24 @@ def test_the_plugin_does_nothing_unless_it_is_enabled(
     )
     plugin = getattr(import_module(module), name)
     before = state(engine)
-    for variable, value in (("VLLM_PLUGINS", "isobit"), (switch.VARIABLE, ""), (switch.VARIABLE, "0")):
+    for variable, value in (("VLLM_PLUGINS", "isobit"), (options.VARIABLE, ""), (options.VARIABLE, "0")):
         monkeypatch.setenv(variable, value)
         plugin()
-        assert vllm.report() is None and state(engine)[:-2] == before[:-2]
-    given = switch.Options(allow_others=True, logprobs="log_softmax")
-    monkeypatch.setenv(switch.VARIABLE, given.text())  # of the process that started this one
+        assert vllm.report().off and state(engine)[:-3] == before[:-3]
+    given = options.Options(allow_others=True, logprobs="log_softmax")
+    monkeypatch.setenv(options.VARIABLE, given.text())  # of the process that started this one
     with monkeypatch.context() as there:  # where vLLM looks at the class of a model, no engine is made
         there.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=versions.MODEL_REGISTRY))
         plugin()
-        assert vllm.report() is None
+        assert vllm.report().off
     plugin()
     plugin()
     patch = switch.SWITCH.patch
     assert isinstance(patch, switch._Patch) and patch.options == given
-    assert given.text() == "1,allow_others,logprobs=log_softmax" and switch.Options().text() == "1"
+    assert given.text() == "1,allow_others,logprobs=log_softmax" and options.Options().text() == "1"
     vllm.disable()
     for wrong in ("yes", "1,logprobs", "1,logprobs=raw", "1,logits_dtype=int8", "1,allow_others=1", "1,more"):
-        monkeypatch.setenv(switch.VARIABLE, wrong)
+        monkeypatch.setenv(options.VARIABLE, wrong)
         with pytest.raises(vllm.VLLMError, match=f"ISOBIT_VLLM='{wrong}' is not what enable"):
             plugin()
 
@@ -185,11 +185,11 @@ def test_every_module_is_served_and_counted(engine: dict[str, ModuleType]) -> No
 def test_an_engine_says_how_it_is_served(engine: dict[str, ModuleType], v2: bool) -> None:
     def of(runner: Any) -> Any:
         executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        return switch.options_of(SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor)))
+        return workers.options_of(SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor)))
 
     with vllm.enable(logits_dtype=torch.bfloat16):
         served = runner_of(Qwen3ForCausalLM(), v2=v2)
-    assert of(served) == switch.Options(logits_dtype="bfloat16")  # after disable, too
+    assert of(served) == options.Options(logits_dtype="bfloat16")  # after disable, too
     assert of(runner_of(Qwen3ForCausalLM(), v2=v2)) is None
 
 
@@ -231,9 +231,9 @@ def test_parameters_of_a_subclass_are_passed_on_as_tensors(
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
 
     seen: list[type] = []
-    monkeypatch.setattr(layers, "det_linear", lambda x, *given: seen.extend(map(type, given)) or x)
+    monkeypatch.setattr(layers, "det_linear", lambda x, *given, **options: seen.extend(map(type, given)) or x)
     layer = SimpleNamespace(quant_method=SimpleNamespace(), weight=Weight(torch.ones(2, 2)))
-    layers._serve_linear(layer, lambda name: None)
+    layers._serve_linear(layer, layers.How(lambda name: None, "before", lambda part: None))
     layer.quant_method.apply(layer, torch.ones(1, 2), Weight(torch.ones(2)))
     assert seen == [torch.Tensor, torch.Tensor]
 
@@ -416,8 +416,8 @@ def test_the_first_run_of_an_engine_is_rehearsed_if_that_is_wanted(
 
     monkeypatch.setattr(warmup, "warmup", rehearse)
     with vllm.enable(warm_up=True):
-        assert os.environ[switch.VARIABLE] == "1,warm_up"
-        assert switch.Options.read("1,warm_up").warm_up
+        assert os.environ[options.VARIABLE] == "1,warm_up"
+        assert options.Options.read("1,warm_up").warm_up
         runner = engine[versions.GPU_RUNNER].GPUModelRunner(None, None)
         runner.profile_run()
         assert rehearsed == [(None, 1)] and runner.profiled == 2

@@ -13,7 +13,7 @@ import isobit
 import stub_vllm as stub
 import stub_vllm_v2 as of_v2
 from isobit.integrations import vllm
-from isobit.integrations.vllm import switch, versions
+from isobit.integrations.vllm import options, switch, versions
 from isobit.integrations.vllm.scores import Temperatures
 from stub_vllm import Qwen3ForCausalLM, runner_of
 
@@ -126,7 +126,7 @@ def test_where_logits_are_not_enough_hidden_states_are_used(engine: dict[str, Mo
 
 def test_logits_can_be_rounded_as_linear_logp_does(engine: dict[str, ModuleType]) -> None:
     with vllm.enable(logits_dtype=torch.bfloat16):
-        assert os.environ[switch.VARIABLE] == "1,logits_dtype=bfloat16"
+        assert os.environ[options.VARIABLE] == "1,logits_dtype=bfloat16"
         assert "isobit.linear_logp, logits_dtype=bfloat16" in str(vllm.report())
         runner = runner_of(Qwen3ForCausalLM())
         with pytest.raises(vllm.VLLMError, match="logits_dtype=bfloat16 is not that of the model"):

@@ -22,7 +22,8 @@ import isobit
 import trl_rollouts_on_a_cpu as rollouts
 from isobit.integrations.hf import token_logps, zero_drift
 from isobit.integrations.trl.rollouts import ON
-from isobit.integrations.vllm.switch import SERVED, Options
+from isobit.integrations.vllm.options import Options, quoted
+from isobit.integrations.vllm.workers import SERVED
 
 MADE: list["LLM"] = []
 
@@ -113,6 +114,7 @@ def refused() -> dict[str, str]:
         refuse("adapter", made.model, "peft_config", {"default": 1})
         refuse("without isobit", engine.model, SERVED, None)
         refuse("log_softmax", engine.model, SERVED, Options(logprobs="log_softmax"))
+        refuse("classes", engine.model, SERVED, Options(numerics=quoted("", {"*.down_proj": "tree8"})))
         refuse("dtype", engine.llm_engine.model_config, "dtype", torch.float16)
         with isobit.integrations.trl.zero_drift(made):
             refuse("twice", made, "max_steps", 1)

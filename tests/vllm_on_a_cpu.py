@@ -10,6 +10,9 @@ Tiny models in bf16 with random weights. What must hold:
   each of three optimizer steps whose weights were copied, copied to new addresses, or reloaded
 - with the rounding of a fused kernel they do not: the comparison can fail
 - workers in other processes load the plugin, and have the same bits
+- a trainer with layers of class tree8 has them too, if the engine was given its map of classes
+- an engine that is made before `enable` or after `disable` in the same process has vLLM's own attention, and
+  an engine says of each of its workers, in its own process or another, whether isobit computes in it
 - engines that cannot have these bits are refused, with the reason
 """
 
@@ -82,9 +85,47 @@ def the_plugin_is_inert():
     plugins = load_plugins_by_group("vllm.general_plugins")
     assert list(plugins) == ["isobit"], plugins
     plugins["isobit"]()
-    assert switch.SWITCH.patch is None and isobit.integrations.vllm.report() is None
+    assert switch.SWITCH.patch is None and isobit.integrations.vllm.report().off
     del os.environ["VLLM_PLUGINS"]
     say("the plugin is found, and inert")
+
+
+def attention_of(llm):
+    """Where the classes of its layers of attention are from."""
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+    (place,) = {type(m.impl).__module__ for m in model.modules() if hasattr(m, "impl")}
+    return place
+
+
+def a_plain_engine(folder):
+    llm = engine(folder)
+    assert attention_of(llm) == "vllm.v1.attention.backends.cpu_attn", attention_of(llm)
+    try:
+        isobit.integrations.vllm.reports(llm)
+    except VLLMError as error:
+        say("a plain engine:", str(error)[:120])
+    else:
+        raise AssertionError("a plain engine reports that it is served")
+    del llm
+    vr.free()
+
+
+def with_classes(folder, given):
+    """Of a trainer with layers of class tree8, and an engine with its map, and one without."""
+    numerics, counts = {"*.down_proj": "tree8", "*.[qkv]_proj": "tree8"}, {}
+    model = vr.model_of(folder)
+    with isobit.integrations.hf.zero_drift(model, numerics=numerics) as on:
+        for name, classes in (("tree8", on.classes), ("control: chain16", None)):
+            with isobit.integrations.vllm.enable(numerics=classes):
+                llm = engine(folder)
+                rows = vr.rollout(llm, given)
+                counts[name] = different(rows, vr.trained(model, given, rows, logps))
+                assert attention_of(llm) == "isobit.integrations.vllm.cpu_attention"
+                isobit.integrations.vllm.reports(llm)
+                del llm
+                vr.free()
+    say("a map of classes:", counts)
+    assert counts["tree8"] == 0 < counts["control: chain16"], counts
 
 
 def one_family(folder, given, more=False):
@@ -160,6 +201,10 @@ def controls(llm, given, trainer):
 def main():
     the_plugin_is_inert()
     folder, given = tempfile.mkdtemp(), vr.prompts(LENGTHS, VOCABULARY)
+    first = saved("Qwen3", folder, tie_word_embeddings=False)
+    a_plain_engine(first)
+    with_classes(first, given)
+    a_plain_engine(first)
     with isobit.integrations.vllm.enable():
         one_family(saved("Qwen3", folder, tie_word_embeddings=False), given, more=True)
         for family, options in (
@@ -201,9 +246,10 @@ def main():
         refused("GemmaForCausalLM", "GeluAndMul", "GemmaRMSNorm", folder=gemma)
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"
         llm = engine(qwen)
         assert different(vr.rollout(llm, given), greedy) == 0
-        (theirs,) = llm.collective_rpc(isobit.integrations.vllm.report)
+        (theirs,) = isobit.integrations.vllm.reports(llm)
         assert theirs.calls["isobit.attention"] > 0 and theirs.variables[switch.VARIABLE] == "1"
         assert theirs.runner == "V1, since V2 is served on GPUs alone"
         say("a worker in another process has loaded the plugin: the same bits")
@@ -224,7 +270,7 @@ def main():
         assert different(rows, vr.trained(trainer, given, rows, logps, 0.7)) > 0
         say("logits_dtype=bf16: the bits of linear_logp with it")
         del llm
-    assert switch.VARIABLE not in os.environ and isobit.integrations.vllm.report() is None
+    assert switch.VARIABLE not in os.environ and isobit.integrations.vllm.report().off
     say("isobit in vLLM: all passed")
 
 

@@ -54,9 +54,14 @@ def saved(family, folder, device="cpu", **options):
     return where
 
 
+def model_of(folder, device="cpu"):
+    """The model in transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+
+
 def trainer_of(folder, device="cpu"):
-    """The model in transformers under zero_drift."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    """The same under zero_drift."""
+    model = model_of(folder, device)
     isobit.integrations.hf.zero_drift(model)
     return model
 

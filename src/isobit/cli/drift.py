@@ -73,7 +73,7 @@ class Drift:
                 )  # fmt: skip
         say("")
         self._write(report, time.perf_counter() - start)
-        return int(report.differ > 0)
+        return int(not report.passed)
 
     def _check(self) -> None:
         if self.device.type == "meta":

@@ -7,7 +7,7 @@ The weights w are odd pseudo-random numbers. Integer sums are exact in any order
 bits alone. One changed element always changes it; several do so except with a probability of about 2^-48.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ ELEMENTS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@cache
+@lru_cache(maxsize=64)
 def weights(count: int, seed: int = 0) -> Tensor:
-    """[count] odd numbers."""
+    """[count] odd numbers. Those of the sizes of a model are kept; of lengths of a cache there are as many as
+    decoded tokens."""
     made = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(seed))
     return made * 2 + 1
 

@@ -38,6 +38,11 @@ class Piece:
         return slice(self.column, self.column + self.count)
 
     @property
+    def targets(self) -> slice:
+        """The positions of tokens whose log-probabilities its logits are."""
+        return slice(self.first + 1, self.first + self.count + 1)
+
+    @property
     def positions(self) -> slice:
         return slice(self.first, self.first + self.count)
 
@@ -102,19 +107,33 @@ class Run:
         self, plans: Sequence[Plan], sequences: Sequence[Tensor], reads: Sequence[Read]
     ) -> list[list[Tensor]]:
         """The same in several readings of the logits of one forward: for each, a list as of `logps`."""
-        made = [[torch.full((len(ids),), torch.nan) for ids in sequences] for _ in reads]
+        made = [_nothing_yet(sequences) for _ in reads]
         for plan in plans:
-            for call, logits in self.logits(plan):
-                for piece in call.pieces:
-                    ids = sequences[piece.sequence]
-                    targets = ids[piece.first + 1 : piece.first + piece.count + 1]
-                    if not piece.measured or not len(targets):
-                        continue
-                    rows = logits[piece.line, piece.columns][: len(targets)].float()
-                    here = slice(piece.first + 1, piece.first + 1 + len(targets))
-                    for logps, read in zip(made, reads, strict=True):
-                        logps[piece.sequence][here] = read(rows, targets, piece.sequence).cpu()
+            self._fill(made, plan, sequences, reads)
         return made
+
+    def twice(self, plans: Sequence[Plan], sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """As `logps`, and once more: each plan right after itself, so that a model that changes with every
+        second call is seen."""
+        first, again = _nothing_yet(sequences), _nothing_yet(sequences)
+        for plan in plans:
+            for made in (first, again):
+                self._fill([made], plan, sequences, [read_as(RAW)])
+        return first, again
+
+    def _fill(
+        self, made: list[list[Tensor]], plan: Plan, sequences: Sequence[Tensor], reads: Sequence[Read]
+    ) -> None:
+        for call, logits in self.logits(plan):
+            for piece in call.pieces:
+                ids = sequences[piece.sequence]
+                targets = ids[piece.targets]
+                if not piece.measured or not len(targets):
+                    continue
+                rows = logits[piece.line, piece.columns][: len(targets)].float()
+                here = slice(piece.first + 1, piece.first + 1 + len(targets))
+                for logps, read in zip(made, reads, strict=True):
+                    logps[piece.sequence][here] = read(rows, targets, piece.sequence).cpu()
 
     def _cache(self, plan: Plan) -> Any:
         """None for the one that the model makes."""
@@ -129,3 +148,19 @@ class Run:
         if plan.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=plan.autocast)
+
+
+def measured(plans: Sequence[Plan], sequences: Sequence[Tensor]) -> list[Tensor]:
+    """For each sequence, [T] whether plans compute the log-probability of a token and measure it. Not told
+    from numbers: a model may compute NaN."""
+    made = [torch.zeros(len(ids), dtype=torch.bool) for ids in sequences]
+    for plan in plans:
+        for call in plan.calls:
+            for piece in call.pieces:
+                if piece.measured:
+                    made[piece.sequence][piece.targets] = True
+    return made
+
+
+def _nothing_yet(sequences: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.full((len(ids),), torch.nan) for ids in sequences]

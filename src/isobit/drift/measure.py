@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from isobit.drift import axes
 from isobit.drift.axes import AXES, DEFAULT, Sizes
-from isobit.drift.calls import Plan, Run
-from isobit.drift.metrics import differing, metrics
+from isobit.drift.calls import Plan, Run, measured
+from isobit.drift.metrics import differing, of_finite
 from isobit.drift.replay import replay
 from isobit.drift.report import Report, Row, Tried
 from isobit.drift.subject import Progress, Prompts, checked_sequences, made_up, subject
@@ -21,6 +21,12 @@ from isobit.frame.contract import ContractError
 from isobit.integrations.hf.drift import zero_drift
 from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.trial import evaluating
+
+#: What a model does that does not repeat its own bits.
+CHANGES = (
+    "the model has other bits when the same forward runs again: nothing else is blamed until it repeats. "
+    "Look for dropout, random numbers, state in a module, or kernels with atomic sums"
+)
 
 #: What a model that cannot compute something in a certain way raises.
 CANNOT = (TypeError, AttributeError, NotImplementedError, ValueError, ImportError, torch.OutOfMemoryError)
@@ -80,8 +86,8 @@ def measure(
     run = Run(model, about.device)
     work = _Comparison(run, rows, locate and isinstance(model, nn.Module), say)
     with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
-        say(f"reference: {len(rows)} sequences, each alone")
-        work.expected = run.logps(work.reference, rows)
+        say(f"reference: {len(rows)} sequences, each alone, twice")
+        work.begin()
         for axis in vs:
             for setting, plans in AXES[axis](rows, sizes).items():
                 work.compare(axis, setting, plans)
@@ -94,6 +100,7 @@ def measure(
         tried = under_zero_drift(run, rows, again, sum(row.differ for row in work.compared))
     return about.report(
         len(rows), sum(map(len, rows)), work.compared, skipped=work.skipped, tried=tried,
+        repeat=work.repeat, causes=work.causes,
         remarks=_remarks(vs, rows, about.window),
     )  # fmt: skip
 
@@ -107,7 +114,18 @@ class _Comparison:
         self.reference = axes.alone(rows)
         self.expected: list[Tensor] = []
         self.compared: list[Row] = []
+        self.repeat: Row | None = None
+        self.causes: list[str] = []
         self.skipped: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """The reference, and the control that it repeats. A model that changes from one run to the next has
+        differences everywhere, and no axis and no module but the one that changes is to blame."""
+        self.expected, again = self.run.twice(self.reference, self.rows)
+        self.repeat = self._row("repeat", "the reference again", self.reference, again)
+        if self.repeat is not None and self.repeat.differ:
+            self.locate = False
+            self.causes.insert(0, CHANGES)
 
     def compare(self, axis: str, setting: str, plans: Sequence[Plan]) -> None:
         self.say(f"{axis}: {setting}")
@@ -116,22 +134,43 @@ class _Comparison:
         except CANNOT as error:
             self.skipped[f"{axis}, {setting},"] = _why(error)
             return
-        there = [~logp.isnan() for logp in logps]
-        numbers = metrics(*(
-            [x[keep] for x, keep in zip(side, there, strict=True)] for side in (self.expected, logps)
-        ))  # fmt: skip
-        if not numbers:
-            self.skipped[f"{axis}, {setting},"] = "no sequence is long enough"
-            return
+        row = self._row(axis, setting, plans, logps)
+        if row is not None:
+            self.compared.append(row)
+
+    def _row(self, axis: str, setting: str, plans: Sequence[Plan], logps: Sequence[Tensor]) -> Row | None:
+        there = measured(plans, self.rows)
+        split = of_finite(self.expected, logps, there)
+        if split.nan:
+            self.causes.append(self._nan(f"{axis}, {setting}", logps, there, split.nan))
+        if not split.numbers:
+            why = (
+                "no log-probability is a number"
+                if split.nan or split.infinite
+                else "no sequence is long enough"
+            )
+            self.skipped[f"{axis}, {setting},"] = why
+            return None
         where = None
         if self.locate:
-            worst = _worst(self.expected, logps)
+            worst = _worst(self.expected, logps, there)
             self.say(f"{axis}: {setting}: where it begins")
             try:
                 where = located(self.run, self.reference[worst], plans, worst, len(self.rows[worst]))
             except torch.OutOfMemoryError as error:
                 self.skipped[f"{axis}, {setting}, where it begins"] = _why(error)
-        self.compared.append(Row(axis, setting, numbers, where))
+        return Row(axis, setting, split.numbers, where)
+
+    def _nan(self, name: str, logps: Sequence[Tensor], there: Sequence[Tensor], count: int) -> str:
+        sides = zip(self.expected, logps, there, strict=True)
+        nan = [((a.isnan() & live), (b.isnan() & live)) for a, b, live in sides]
+        first = next((i, int((a | b).nonzero()[0])) for i, (a, b) in enumerate(nan) if (a | b).any())
+        which = [word for word, side in (("the reference", 0), ("this way of computing", 1))
+                 if any(each[side].any() for each in nan)]  # fmt: skip
+        return (
+            f"{name}: {count} log-probabilities are NaN, in {' and in '.join(which)}; the first is that of "
+            f"token {first[1]} of sequence {first[0]}"
+        )
 
 
 def _why(error: Exception) -> str:
@@ -145,9 +184,17 @@ def _why(error: Exception) -> str:
 
 def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> list[str]:
     longest = max(map(len, rows))
+    keys = max(longest, 2 * longest * ("length" in vs), sum(map(len, rows)) * ("packed" in vs))
+    remarks = [
+        f"the longest context that was compared has {keys} tokens: what begins beyond is not seen. Give "
+        "longer prompts, or --length and --tokens"
+    ]
     if window is None or longest > window or not {"chunk", "decode"} & set(vs):
-        return []
-    return [f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing"]
+        return remarks
+    return [
+        *remarks,
+        f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing",
+    ]
 
 
 def under_zero_drift(
@@ -187,9 +234,10 @@ def located(run: Run, reference: Plan, plans: Sequence[Plan], sequence: int, len
     return where
 
 
-def _worst(expected: Sequence[Tensor], logps: Sequence[Tensor]) -> int:
-    """The sequence with the most tokens that differ."""
-    differ = [int((differing(a, b) & ~b.isnan()).sum()) for a, b in zip(expected, logps, strict=True)]
+def _worst(expected: Sequence[Tensor], logps: Sequence[Tensor], there: Sequence[Tensor]) -> int:
+    """The sequence with the most tokens that differ, of those that were computed."""
+    both = zip(expected, logps, there, strict=True)
+    differ = [int((differing(a, b) & live).sum()) if live.any() else -1 for a, b, live in both]
     return max(range(len(differ)), key=differ.__getitem__)
 
 

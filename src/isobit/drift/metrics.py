@@ -14,6 +14,7 @@ The arithmetic is fp64, so that a difference in the last bit of a log-probabilit
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,39 @@ def metrics(training: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, 
     padded = [pad_sequence([x.cpu() for x in side], batch_first=True) for side in (training, rollout)]
     lengths = torch.tensor([len(x) for x in training])
     return batch_metrics(padded[0], padded[1], torch.arange(padded[0].shape[1]) < lengths[:, None])
+
+
+@dataclass(frozen=True)
+class Split:
+    """What `of_finite` has found. `nan` are tokens with a NaN on either side, `infinite` those with a
+    probability of 0 on one side only."""
+
+    numbers: dict[str, Any]
+    nan: int
+    infinite: int
+
+
+def of_finite(
+    training: Sequence[Tensor], rollout: Sequence[Tensor], there: Sequence[Tensor] | None = None
+) -> Split:
+    """The metrics of tokens whose log-probabilities are numbers on both sides, and how many are not. Those
+    that are not count as tokens and as differing, and are in no mean. `there` says which tokens count."""
+    kept, nan, infinite, equal = (list[Tensor](), list[Tensor]()), 0, 0, 0
+    for i, (a, b) in enumerate(zip(training, rollout, strict=True)):
+        live = torch.ones_like(a, dtype=torch.bool) if there is None else there[i]
+        finite = live & a.isfinite() & b.isfinite()
+        not_a_number = live & (a.isnan() | b.isnan())
+        other = live & ~finite & ~not_a_number
+        nan += int(not_a_number.sum())
+        infinite += int((other & (a != b)).sum())
+        equal += int((other & (a == b)).sum())
+        for side, x in zip(kept, (a, b), strict=True):
+            side.append(x[finite])
+    numbers = metrics(*kept)
+    if numbers:
+        numbers["tokens"] += nan + infinite + equal
+        numbers["differ"] += nan + infinite
+    return Split(numbers, nan, infinite)
 
 
 def batch_metrics(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Any]:

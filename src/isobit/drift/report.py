@@ -1,5 +1,6 @@
 """The report of a measurement: one row for each setting of an axis, and where each difference begins."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,14 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         where = None if self.where is None else self.where.to_json()
-        return {"axis": self.axis, "setting": self.setting, "metrics": self.metrics, "where": where}
+        return {"axis": self.axis, "setting": self.setting, "metrics": _json(self.metrics), "where": where}
+
+
+def _json(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {name: _json(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,12 @@ class Report:
     causes: list[str] = field(default_factory=list)  # of a rollout: what is wrong before any kernel is
     remarks: list[str] = field(default_factory=list)  # what else a reader must know
     tried: Tried | None = None
+    repeat: Row | None = None  # the reference against itself
+
+    @property
+    def passed(self) -> bool:
+        """Whether all bits are equal, and nothing was found wrong before them."""
+        return not self.differ and not self.causes
 
     @property
     def differ(self) -> int:
@@ -113,8 +127,9 @@ class Report:
             "random_weights": self.random_weights,
             "sequences": self.sequences,
             "tokens": self.tokens,
-            "passed": not self.differ,
+            "passed": self.passed,
             "causes": self.causes,
+            "repeat": None if self.repeat is None else self.repeat.to_json(),
             "axes": [row.to_json() for row in self.rows],
             "remedies": self.remedies,
             "notes": self.notes,
@@ -125,8 +140,9 @@ class Report:
         head = (
             f"{self.model}, {self.dtype} on {self.device}: {self.sequences} sequences, {self.tokens} tokens"
         )
-        lines = [head, *self.causes, "", table(self.rows), ""]
-        for row in self.rows:
+        shown = [*([] if self.repeat is None else [self.repeat]), *self.rows]
+        lines = [head, *self.causes, "", table(shown), ""]
+        for row in shown:
             lines += begins(row)
         for kind, found in self.remedies.items():
             count = len(found["modules"])
@@ -169,6 +185,10 @@ def verdict(report: dict[str, Any]) -> str:
     rows = report["axes"]
     differ = [row for row in rows if row["metrics"]["differ"]]
     tokens = sum(row["metrics"]["tokens"] for row in rows)
+    if (repeat := report.get("repeat")) and (count := repeat["metrics"]["differ"]):
+        return f"the model does not repeat itself: {count} of {repeat['metrics']['tokens']} tokens"
+    if not differ and (causes := report.get("causes")):
+        return str(causes[0])
     if not differ:
         return f"the same bits in all {len(rows)} comparisons, {tokens} log-probabilities"
     worst = max(differ, key=lambda row: row["metrics"]["differ"] / row["metrics"]["tokens"])

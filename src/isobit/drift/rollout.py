@@ -11,6 +11,7 @@ it explains most of the difference. If none does and the difference is large, th
 another model.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from isobit.drift import axes
 from isobit.drift.calls import Run
-from isobit.drift.metrics import metrics
+from isobit.drift.metrics import of_finite
 from isobit.drift.readings import RAW, Read, Sampling, processed, read_as
 from isobit.drift.report import Report, Row
 from isobit.drift.rollout_file import Rollout, read_rollouts
@@ -38,6 +39,13 @@ CLOSER = tuple(n / 100 for n in range(-9, 10))
 #: A mean difference of log-probabilities that kernels alone do not make, and how much smaller it must be for
 #: a mistake to be its cause.
 LARGE, EXPLAINED = 0.02, 0.2
+
+#: Mistakes are tried above this mean difference: a temperature of 1.02 changes likely tokens by very little.
+TRY = 1e-5
+
+#: This share of tokens may lie outside the trainer's top-k or top-p: at its border numerics decide. With
+#: more, the distribution is another one.
+OUTSIDE = 0.05
 
 #: Above this mean difference, and with nothing that explains it, the weights are others.
 OTHER_WEIGHTS = 0.3
@@ -115,7 +123,7 @@ def _explained(trainer: "_Trainer", say: Progress) -> tuple[list[Row], list[str]
     forward = Forward((RAW,) * len(given))
     left = trainer.compared(forward)
     before = _mean_difference(left)
-    rows, causes, remarks = [Row("rollout", _engine(given), metrics(*left))], list[str](), list[str]()
+    rows, causes, remarks = [Row("rollout", _engine(given), _numbers(left))], list[str](), list[str]()
     for option in trainer.options():
         say(f"the same with {option.name}")
         changed = replace(forward, **option.change)
@@ -125,16 +133,22 @@ def _explained(trainer: "_Trainer", say: Progress) -> tuple[list[Row], list[str]
             remarks.append(f"{option.name} is in the options, and log-probabilities are nearer to those "
                            "without it: the engine returns raw ones")  # fmt: skip
             continue
-        rows.append(Row("rollout", f"with {option.name}", metrics(*now)))
+        rows.append(Row("rollout", f"with {option.name}", _numbers(now)))
+        if outside := of_finite(*now).infinite:
+            remarks.append(f"{outside} tokens are not among those of the trainer's {option.name}: they "
+                           "differ, and are in no mean")  # fmt: skip
         causes.append(f"{option.differs}: a mean difference of {before:.2g}, and {after:.2g} with that")
         forward, before = changed, after
-    if before > LARGE:
-        say("the difference is large: trying temperature, shift and BOS")
+    if unread := list(dict.fromkeys(text for one in given for text in one.options.unread)):
+        remarks.append(f"options that are not read, and what they change is in the last row: "
+                       f"{', '.join(unread)}")  # fmt: skip
+    if before > TRY:
+        say("trying temperature, shift and BOS")
         cause, rest = min(trainer.mistakes(forward), key=lambda tried: _mean_difference(tried[1]))
         if _mean_difference(rest) < EXPLAINED * before:
             causes.append(cause)
-            rows.append(Row("rollout", "without that", metrics(*rest)))
-        else:
+            rows.append(Row("rollout", "without that", _numbers(rest)))
+        elif before > LARGE:
             causes.append(_unexplained(before))
     return rows, causes, remarks
 
@@ -269,8 +283,23 @@ def _in_fp32(head: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 
 def _mean_difference(pairs: Pairs) -> float:
+    """Of tokens that both sides can sample, if those are nearly all."""
     a, b = (torch.cat(side).double() for side in pairs)
-    return (a - b).abs().mean().item()
+    both = a.isfinite() & b.isfinite()
+    if int((~both).sum()) > OUTSIDE * len(a):
+        return math.inf
+    return (a - b)[both].abs().mean().item()
+
+
+def _numbers(pairs: Pairs) -> dict[str, Any]:
+    """Metrics of a row. The trainer's log-probabilities may all be outside of a wrong top-k."""
+    numbers = of_finite(*pairs).numbers
+    if not numbers:
+        raise ContractError(
+            "drift(rollouts): no log-probability of the trainer is a number: they are NaN, or none of the "
+            "tokens is among those of top_k and top_p"
+        )
+    return numbers
 
 
 def _limited(given: list[Rollout], tokens: int | None) -> list[Rollout]:

@@ -31,15 +31,35 @@ DTYPES = {
 MODES = {"raw_logprobs": False, "processed_logprobs": True, "raw": False, "processed": True}
 
 
+#: Options that are read, and those that change no log-probability of a token.
+READ = ("temperature", "top_k", "top_p", "logprobs_mode", "dtype", "fp32_head")
+WITHOUT_EFFECT = (
+    "seed",
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+)
+
+#: Values with which others change nothing, beside null, false and empty ones.
+NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+
+
 @dataclass(frozen=True)
 class Options:
-    """What is known of an engine's options. Those that a file does not have are None, and others are not
-    read."""
+    """What is known of an engine's options. Those that a file does not have are None. Others are not read,
+    and `unread` names those that may change a log-probability."""
 
     sampling: Sampling = RAW
     processed: bool | None = None
     dtype: torch.dtype | None = None
     fp32_head: bool | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,4 +158,8 @@ def options_of(given: Any, place: str) -> Options:
     head = given.get("fp32_head")
     if head is not None and not isinstance(head, bool):
         raise ContractError(f"{place}: options: fp32_head {head!r}: true or false")
-    return Options(sampling, one_of("logprobs_mode", MODES), one_of("dtype", DTYPES), head)
+    unread = tuple(
+        f"{name} {value!r:.40}" for name, value in given.items()
+        if name not in (*READ, *WITHOUT_EFFECT) and value and value != NEUTRAL.get(name)
+    )  # fmt: skip
+    return Options(sampling, one_of("logprobs_mode", MODES), one_of("dtype", DTYPES), head, unread)

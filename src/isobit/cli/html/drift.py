@@ -22,7 +22,7 @@ TOKENS = 160
 
 
 def section(report: dict[str, Any]) -> dict[str, Any]:
-    rows = report["axes"]
+    rows = [*filter(None, [report.get("repeat")]), *report["axes"]]
     weights = "random weights" if report["random_weights"] else "its own weights"
     return {
         "title": report.get("model_name", report["model"]),

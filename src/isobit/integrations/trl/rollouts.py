@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from isobit.integrations import hf
 from isobit.integrations.hf.batching import recording
 from isobit.integrations.trl.logps import TRLError, enable
-from isobit.integrations.vllm.switch import options_of
+from isobit.integrations.vllm.workers import options_of
+from isobit.layers.classes import class_given
+from isobit.numerics import CHAIN16
 
 DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
 
@@ -117,6 +119,17 @@ def _why_not_vllm(trainer: Any) -> str | None:
     return None
 
 
+def _check_classes(ours: dict[str, str], engine: Any) -> None:
+    """Of linear layers, here and in the engine, which was made before."""
+    for name, own in ours.items():
+        theirs = class_given(engine.classes, name) or str(CHAIN16)
+        if own.partition("/")[0] != theirs.partition("/")[0]:
+            raise TRLError(
+                f"isobit.integrations.trl.zero_drift: {name} is of class {own}, and of class {theirs} in the "
+                "engine: give isobit.integrations.vllm.enable(numerics=...) the same map"
+            )
+
+
 class ZeroDriftTrainer:
     """The result of `zero_drift`. `print` it to see by what the model is computed; `disable()`, or the end of
     a with-block, restores the trainer and the model."""
@@ -135,6 +148,8 @@ class ZeroDriftTrainer:
                 for reference, model in enumerate(models)
             ]
             self.model: hf.ZeroDrift = handles[0]
+            if trainer.use_vllm:
+                _check_classes(self.model.classes, options_of(trainer.vllm_generation.llm))
             self.logps = undo.enter_context(enable())
             for model in models:
                 hook = model.register_forward_pre_hook(with_positions, with_kwargs=True)

@@ -210,17 +210,38 @@ def _clamped(gate_up: Tensor) -> Tensor:
     return swiglu_packed(gate_up, interleaved=True, limit=LIMIT, alpha=ALPHA)
 
 
-def serve(block: Any, count: Callable[[str], None], plain: Callable[[Tensor], Tensor]) -> None:
-    """`plain(parameter)` is the tensor of a parameter of vLLM."""
+def linear_layers(block: Any) -> dict[str, Any]:
+    """The linear layers of a block, by their names in it: those that are such in transformers, too. The
+    router is not: there it is a module of its own, always of class chain16."""
+    kind = block_of(block)
+    if kind is None or not kind.shared:
+        return {}
+    own = {
+        f"shared_expert.{name}": getattr(block.shared_expert, name) for name in ("gate_up_proj", "down_proj")
+    }
+    return own | {"shared_expert_gate": block.shared_expert_gate}
+
+
+def serve(
+    block: Any,
+    count: Callable[[str], None],
+    plain: Callable[[Tensor], Tensor],
+    of: Callable[[str], str | None],
+) -> None:
+    """`plain(parameter)` is the tensor of a parameter of vLLM, `of(name)` the class of a linear layer of the
+    block."""
     kind = block_of(block)
     assert kind is not None
     gate, experts, router = getattr(block, kind.gate), block.experts.routed_experts, block.experts.router
     dtype = None if kind.narrow else torch.float32
     gated = _clamped if kind.clamped else swiglu_packed
 
+    parts = {id(layer): of(name) for name, layer in linear_layers(block).items()}
+
     def product(x: Tensor, layer: Any) -> Tensor:
         bias = getattr(layer, "bias", None)
-        return det_linear(x, plain(layer.weight), None if bias is None else plain(bias))
+        own = None if bias is None else plain(bias)
+        return det_linear(x, plain(layer.weight), own, numerics=parts.get(id(layer)))
 
     def forward(hidden_states: Tensor) -> Tensor:
         count("isobit.det_grouped_linear")

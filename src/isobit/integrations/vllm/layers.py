@@ -10,6 +10,8 @@ named and refused. Classes that only call others are left.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.integrations.vllm import attention as paged
-from isobit.integrations.vllm import experts, rotary
+from isobit.integrations.vllm import classes, experts, rotary
 from isobit.integrations.vllm import versions as v
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.rms_norm import rms_norm
@@ -37,9 +39,18 @@ RECURRENT = "MambaBase"
 Count = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class How:
+    """What serving a module takes, beside the module."""
+
+    count: Count
+    cast: Literal["before", "after"]  # of norms
+    of: Callable[[str], str | None]  # the numerics class of a linear layer; "" is the module itself
+
+
 class Kind(NamedTuple):
     why_not: Callable[[Any], str | None]
-    serve: Callable[[Any, Count], None]
+    serve: Callable[[Any, How], None]
     exact: bool  # subclasses compute something else
     parts: bool = False  # its parts are modules that are served by themselves
 
@@ -92,10 +103,13 @@ def _logits(processor: Any) -> str | None:
 # How a module is served
 
 
-def _serve_linear(layer: Any, count: Count) -> None:
+def _serve_linear(layer: Any, how: How) -> None:
+    numerics = how.of("")
+
     def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        count("isobit.det_linear")
-        return det_linear(x, _plain(layer.weight), None if bias is None else _plain(bias))
+        how.count("isobit.det_linear")
+        own = None if bias is None else _plain(bias)
+        return det_linear(x, _plain(layer.weight), own, numerics=numerics)
 
     layer.quant_method.apply = apply
 
@@ -106,11 +120,11 @@ def _plain(parameter: Tensor) -> Tensor:
     return parameter if torch.compiler.is_compiling() else parameter.data
 
 
-def _serve_norm(norm: Any, count: Count, cast: Literal["before", "after"] = "before") -> None:
-    eps = norm.variance_epsilon
+def _serve_norm(norm: Any, how: How) -> None:
+    eps, cast = norm.variance_epsilon, how.cast
 
     def forward(x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        count("isobit.rms_norm")
+        how.count("isobit.rms_norm")
         if residual is None:
             return rms_norm(x, norm.weight, eps=eps, cast=cast)
         return rms_norm(x, norm.weight, residual=residual, eps=eps, cast=cast)
@@ -118,23 +132,27 @@ def _serve_norm(norm: Any, count: Count, cast: Literal["before", "after"] = "bef
     norm.forward = forward
 
 
-def _serve_swiglu(module: Any, count: Count) -> None:
+def _serve_swiglu(module: Any, how: How) -> None:
     def forward(x: Tensor) -> Tensor:
-        count("isobit.swiglu")
+        how.count("isobit.swiglu")
         return swiglu(*x.chunk(2, dim=-1))
 
     module.forward = forward
 
 
-def _serve_experts(block: Any, count: Count) -> None:
-    experts.serve(block, count, _plain)
+def _serve_rotary(module: Any, how: How) -> None:
+    rotary.serve(module, how.count)
 
 
-def _serve_attention(layer: Any, count: Count) -> None:
-    layer.impl.count = count
+def _serve_experts(block: Any, how: How) -> None:
+    experts.serve(block, how.count, _plain, how.of)
 
 
-def _nothing(module: Any, count: Count) -> None:
+def _serve_attention(layer: Any, how: How) -> None:
+    layer.impl.count = how.count
+
+
+def _nothing(module: Any, how: How) -> None:
     """It calls modules that are served."""
 
 
@@ -150,9 +168,9 @@ _KINDS: dict[tuple[str, str], Kind] = {
     (v.EMBEDDING, "VocabParallelEmbedding"): Kind(_linear, _serve_linear, False),
     (v.NORM, "RMSNorm"): Kind(_norm, _serve_norm, True),
     (v.ACTIVATION, "SiluAndMul"): Kind(_always, _serve_swiglu, True),
-    (v.ROTARY, "RotaryEmbedding"): Kind(rotary.why_not, rotary.serve, True),
-    (v.ROTARY_LLAMA3, "Llama3RotaryEmbedding"): Kind(rotary.why_not, rotary.serve, True),
-    (v.ROTARY_YARN, "YaRNScalingRotaryEmbedding"): Kind(rotary.why_not, rotary.serve, True),
+    (v.ROTARY, "RotaryEmbedding"): Kind(rotary.why_not, _serve_rotary, True),
+    (v.ROTARY_LLAMA3, "Llama3RotaryEmbedding"): Kind(rotary.why_not, _serve_rotary, True),
+    (v.ROTARY_YARN, "YaRNScalingRotaryEmbedding"): Kind(rotary.why_not, _serve_rotary, True),
     (v.ROTARY_COMMON, "ApplyRotaryEmb"): Kind(_always, _nothing, True),
     (v.LOGITS, "LogitsProcessor"): Kind(_logits, _nothing, True),
     (v.ATTENTION, "Attention"): Kind(paged.why_not, _serve_attention, False),
@@ -224,32 +242,42 @@ def refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def serve(model: nn.Module, refused: dict[str, str], count: Count) -> Counter[str]:
-    """Replace all modules but those that are refused; returns how many there are of each class."""
+def serve(
+    model: nn.Module, refused: dict[str, str], count: Count, given: dict[str, str] | None = None
+) -> Counter[str]:
+    """Replace all modules but those that are refused; returns how many there are of each class. `given` are
+    the numerics classes of linear layers, by their names in transformers."""
+    linear, left = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+    for name, module, kind in _known(model):
+        if name in refused:
+            left += [(name, module)] if kind.serve is _serve_linear else []
+        elif kind.serve in (_serve_linear, _serve_experts):
+            linear.append((name, module))
+    of_layers = classes.of_model(given or {}, linear, left)
     rotary.separate(model, _turns)
     cast = MODELS.get(type(model).__name__, "before")
     served = Counter[str]()
-    known: set[str] = set()
-    for name, module in model.named_modules():
-        kind = _kind_of(module)
-        if kind is None or _inside(name, known):
-            continue
-        if kind.parts:
-            continue
-        known.add(name)
+    for name, module, kind in _known(model):
         if name not in refused and kind.serve is not _nothing:
-            if kind.serve is _serve_norm:
-                _serve_norm(module, count, cast)
-            else:
-                kind.serve(module, count)
+            kind.serve(module, How(count, cast, partial(classes.of_part, of_layers, name)))
             served[type(module).__name__] += 1
     return served
+
+
+def _known(model: nn.Module) -> list[tuple[str, nn.Module, Kind]]:
+    """Modules of a known kind, without those inside them."""
+    known: dict[str, tuple[nn.Module, Kind]] = {}
+    for name, module in model.named_modules():
+        kind = _kind_of(module)
+        if kind is not None and not kind.parts and not _inside(name, set(known)):
+            known[name] = module, kind
+    return [(name, *each) for name, each in known.items()]
 
 
 def _turns(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding that is served."""
     kind = _kind_of(module)
-    return kind is not None and kind.serve is rotary.serve and kind.why_not(module) is None
+    return kind is not None and kind.serve is _serve_rotary and kind.why_not(module) is None
 
 
 # The configuration of an engine
@@ -301,10 +329,11 @@ def without_python(config: Any) -> Iterator[str]:
         yield "replays of CUDA graphs"
 
 
-def separate_caches(config: Any) -> None:
+def separate_caches(config: Any, options: str) -> None:
     """vLLM keeps compiled code on disk, by a hash of the configuration. The modules that it was traced from
-    are not in it: without this, an engine would run code that was compiled without isobit."""
+    are not in it: without this, an engine would run code that was compiled without isobit, or with other
+    numerics classes. `options` are those of `enable`."""
     if isinstance(config.additional_config, dict):
         files = sorted(Path(__file__).parent.glob("*.py"))
-        text = b"".join(path.read_bytes() for path in files)
+        text = b"".join([*(path.read_bytes() for path in files), options.encode()])
         config.additional_config = {**config.additional_config, "isobit": hashlib.sha256(text).hexdigest()}

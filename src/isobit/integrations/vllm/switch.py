@@ -15,16 +15,16 @@ from isobit.frame.backend import UnsupportedError
 from isobit.integrations.hf import warmup
 from isobit.integrations.hf.errors import by_reason
 from isobit.integrations.patch import Enabled, Patch, Switch
-from isobit.integrations.vllm import layers
+from isobit.integrations.vllm import layers, workers
 from isobit.integrations.vllm import logprobs as rollout_logprobs
 from isobit.integrations.vllm import versions as v
+from isobit.integrations.vllm.options import VARIABLE, Options, quoted
+from isobit.integrations.vllm.report import VLLMReport, not_enabled
 from isobit.integrations.vllm.scores import DTYPES, KINDS
 from isobit.integrations.vllm.versions import INSTALL as INSTALL
 from isobit.integrations.vllm.versions import PROVEN, refusal
-
-#: Set by `enable` for the worker processes of an engine, which load isobit's plugin. It changes no number in
-#: isobit. Its value is 1, or 1 and the options: "1,allow_others,logprobs=log_softmax".
-VARIABLE = "ISOBIT_VLLM"
+from isobit.integrations.vllm.workers import SERVED
+from isobit.layers.classes import Classes
 
 #: Of vLLM: 1 for its V2 model runner, which has another sampler, 0 for V1. Unless it is set, vLLM takes V2
 #: for dense models. Where isobit cannot serve V2, `enable` sets it to 0. `disable` restores both variables.
@@ -39,66 +39,6 @@ BACKENDS = {
 }
 RUNNERS = {"cpu": (v.CPU_RUNNER, "CPUModelRunner"), "cuda": (v.GPU_RUNNER, "GPUModelRunner")}
 RUNNER_V2 = (v.GPU_RUNNER_V2, "GPUModelRunner")
-
-#: An attribute of a model that is served in an engine: the `Options` that it is served with.
-SERVED = "isobit_options"
-
-
-@dataclass(frozen=True)
-class Options:
-    allow_untested: bool = False
-    allow_others: bool = False
-    logprobs: str = KINDS[0]
-    logits_dtype: str = "float32"
-    warm_up: bool = False
-
-    def text(self) -> str:
-        """For the variable: those that are not the default."""
-        given = [(name, value) for name, value in vars(self).items() if value != getattr(Options, name)]
-        return ",".join(["1", *(name if value is True else f"{name}={value}" for name, value in given)])
-
-    @classmethod
-    def read(cls, text: str) -> "Options":
-        first, *given = text.split(",")
-        options: dict[str, Any] = {}
-        for each in given:
-            name, equals, value = each.partition("=")
-            options[name] = value if equals else True
-        defaults = vars(cls())
-        known = all(type(value) is type(defaults.get(name)) for name, value in options.items())
-        read = defaults | options
-        known &= read["logprobs"] in KINDS and read["logits_dtype"] in DTYPES.values()
-        if first != "1" or not known:
-            raise refusal(f"{VARIABLE}={text!r} is not what enable() sets; unset it, and call enable()")
-        return cls(**options)
-
-
-@dataclass(frozen=True)
-class VLLMReport:
-    """What isobit does for vLLM in one process. Workers of an engine are other processes."""
-
-    version: str  # of vLLM
-    proven: str  # what was run with this version
-    variables: dict[str, str]  # of the environment, for workers
-    runner: str  # which of vLLM's model runners an engine may have, and why
-    logprobs: str  # by which function the log-probabilities of tokens are computed
-    models: list[str]  # loaded since, with their modules that are served, by class
-    calls: dict[str, int]  # that were served, by Python
-    uncounted: list[str]  # where calls are made without Python: in compiled code, in replays of CUDA graphs
-    passed: dict[str, str]  # modules left to vLLM, with reasons: only with allow_others=True
-
-    def __str__(self) -> str:
-        lines = [f"isobit in vLLM {self.version} ({self.proven})"]
-        lines += [f"  {name}={value}" for name, value in self.variables.items()]
-        lines.append(f"  model runner: {self.runner}")
-        lines.append(f"  log-probabilities of {self.logprobs}")
-        lines += [f"  {model}" for model in self.models]
-        lines += [f"  {name:18s} {count:7d} calls served" for name, count in sorted(self.calls.items())]
-        if self.uncounted:
-            lines.append(f"  not counted: calls in {' and '.join(self.uncounted)}")
-        if self.passed:
-            lines.append(f"  LEFT TO vLLM, bits may depend on the batch: {by_reason(self.passed)}")
-        return "\n".join(lines)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -149,6 +89,7 @@ class _Patch(Patch):
         self.variables = {VARIABLE: self.options.text()}
         if self.why_v1 is not None:
             self.variables[RUNNER] = "0"
+        self.variables[workers.RAY] = workers.with_ours(os.environ.get(workers.RAY))
         for name, value in self.variables.items():
             self.undos.append(functools.partial(_restore_variable, name, os.environ.get(name)))
             os.environ[name] = value
@@ -161,20 +102,26 @@ class _Patch(Patch):
         backend = registry.AttentionBackendEnum[name]
         if backend.is_overridden() and backend.get_path() != ours:
             raise refusal(f"another plugin has replaced the attention backend {name}: {backend.get_path()}")
+        # vLLM keeps the backends that engines of this process were given, and would give them again.
+        forget = v.find(v.SELECTOR, "_cached_get_attn_backend.cache_clear")
+        self.undos += [forget, backend.clear_override]  # undone from the last one on
         registry.register_backend(backend, ours)
-        self.undos.append(backend.clear_override)
+        forget()
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        theirs = vars(owner)[name]
+        """The owner may have it from a base class, which keeps it."""
+        own = name in vars(owner)
+        theirs = getattr(owner, name)
         setattr(owner, name, make(theirs))
-        self.undos.append(functools.partial(setattr, owner, name, theirs))
+        restore = functools.partial(setattr, owner, name, theirs)
+        self.undos.append(restore if own else functools.partial(delattr, owner, name))
 
     def _loading(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
             config = runner.vllm_config
             self._check_settings(config)
-            layers.separate_caches(config)
+            layers.separate_caches(config, self.options.text())
             self.uncounted += [each for each in layers.without_python(config) if each not in self.uncounted]
             result = theirs(runner, *args, **kwargs)
             self.admit(runner, runner.get_model())  # runner.model may be a graph of it
@@ -203,7 +150,7 @@ class _Patch(Patch):
         refused = {each: why for each, why in refused.items() if each}
         for each, reason in refused.items():
             self._leave(each, reason)
-        served = layers.serve(model, refused, self.count)
+        served = layers.serve(model, refused, self.count, self.options.classes)
         if self.options.logprobs == "linear_logp":
             why_not = rollout_logprobs.serve(
                 runner, model, refused, getattr(torch, self.options.logits_dtype), self.count
@@ -211,6 +158,7 @@ class _Patch(Patch):
             if why_not is not None:
                 self._leave("log-probabilities", f"{name} keeps vLLM's log-probabilities: {why_not}")
         setattr(model, SERVED, self.options)
+        workers.answer(self.report)
         which = "V2" if v.is_v2(runner) else "V1"
         modules = ", ".join(f"{n} {kind}" for kind, n in sorted(served.items()))
         self.models.append(f"{name}, {which} model runner: {modules}")
@@ -301,6 +249,7 @@ def enable(
     logprobs: Literal["linear_logp", "log_softmax"] = "linear_logp",
     logits_dtype: torch.dtype | None = None,
     warm_up: bool = False,
+    numerics: Classes = None,
 ) -> Enabled:
     """Let engines of vLLM that are made from here on compute with isobit: until `disable`, or as a context
     manager until the end of its block. Their worker processes too: they load isobit's plugin, and find the
@@ -320,6 +269,9 @@ def enable(
         logits_dtype: of `linear_logp`, for a trainer that gives it too. bf16 or fp16, that of the model,
             rounds logits, also for the sampler. None keeps fp32.
         warm_up: compile the kernels of the engine's first run in several processes, as `isobit.warmup` does.
+        numerics: the numerics classes of the trainer's linear layers: one class, or the map that its
+            `zero_drift` handle has as `classes`. Layers that vLLM merges (q, k and v; gate and up) must be of
+            one class. Layers that are not in the map are chain16.
 
     Returns:
         A handle with `served`, the number of calls that isobit has computed in this process, and `passed`,
@@ -327,7 +279,8 @@ def enable(
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
-        VLLMError: this version of vLLM was not tried, or differs from what is expected.
+        VLLMError: this version of vLLM was not tried, or differs from what is expected; or worker processes
+            would not load isobit's plugin.
         ContractError: it is enabled with other options.
 
     Example:
@@ -335,7 +288,7 @@ def enable(
         >>> with isobit.integrations.vllm.enable():  # doctest: +SKIP
         ...     llm = vllm.LLM("Qwen/Qwen3-0.6B", dtype="bfloat16")
         ...     outputs = llm.generate(prompts, vllm.SamplingParams(logprobs=0))
-        ...     print(isobit.integrations.vllm.report())
+        ...     print(*isobit.integrations.vllm.reports(llm))
     """
     if logprobs not in KINDS:
         raise UnsupportedError(f"{SWITCH.name}.enable: logprobs={logprobs!r} is not one of {KINDS}")
@@ -343,7 +296,9 @@ def enable(
         raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype={logits_dtype} is not bf16, fp16 or None")
     if logprobs != "linear_logp" and logits_dtype is not None:
         raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype is for logprobs='linear_logp'")
-    return _on(Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype], warm_up))
+    given = quoted(f"{SWITCH.name}.enable", numerics)
+    workers.check_plugin()
+    return _on(Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype], warm_up, given))
 
 
 def disable() -> None:
@@ -351,29 +306,27 @@ def disable() -> None:
     SWITCH.off()
 
 
-def report(worker: Any = None) -> VLLMReport | None:
-    """What isobit does for vLLM in this process, or None if it is not enabled. With workers in other
-    processes, `llm.collective_rpc(isobit.integrations.vllm.report)` has theirs; vLLM sends functions to its
-    workers only if VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+def report(worker: Any = None) -> VLLMReport:
+    """What isobit does for vLLM in this process; if it is not enabled here, the report says so, and `off` is
+    the reason. `reports(llm)` has those of an engine's workers, which mostly are other processes.
 
     Args:
         worker: given by `collective_rpc`; not used.
     """
     patch = SWITCH.patch
-    return patch.report() if isinstance(patch, _Patch) else None
+    return patch.report() if isinstance(patch, _Patch) else not_enabled(_plugin_was_loaded)
 
 
-def options_of(llm: Any) -> Options | None:
-    """The options with which isobit serves an engine whose worker is in this process, or None."""
-    runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    options: Options | None = getattr(runner.get_model(), SERVED, None)
-    return options
+#: Whether vLLM has loaded the plugin in this process.
+_plugin_was_loaded = False
 
 
 def load_plugin() -> None:
     """Called by vLLM in every process (entry point `vllm.general_plugins`). Does nothing unless `enable` has
     set ISOBIT_VLLM in the process that started this one; nor where vLLM only looks at the class of a model,
     which would then import all of the engine."""
+    global _plugin_was_loaded
+    _plugin_was_loaded = True
     text = os.environ.get(VARIABLE, "")
     main = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
     if text not in ("", "0") and getattr(main, "name", None) != v.MODEL_REGISTRY:

