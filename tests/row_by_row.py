@@ -1,5 +1,5 @@
-"""A tiny Llama without drift on any CPU: products and attention are computed row by row, in shapes that do
-not depend on the batch. Tests plant faults in it, and look for them."""
+"""A tiny Llama without drift on any CPU: products, activations and attention are computed row by row, in
+shapes that do not depend on the batch. Tests plant faults in it, and look for them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.activations import GELUTanh, SiLUActivation
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -18,6 +19,26 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         rows = [nn.functional.linear(row[None], self.weight, self.bias) for row in x.flatten(0, -2)]
         return torch.cat(rows).reshape(*x.shape[:-1], -1)
+
+
+class RowSiLUActivation(SiLUActivation):
+    """On a CPU with AVX-512 PyTorch computes the last elements of a tensor in another way than the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_by_row(super().forward, x)
+
+
+class RowGELU(GELUTanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return row_by_row(super().forward, x)
+
+
+def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.stack([function(row) for row in x.flatten(0, -2)]).reshape(x.shape)
+
+
+#: What takes the place of a model's own modules.
+BY_ROWS = {nn.Linear: RowLinear, SiLUActivation: RowSiLUActivation, GELUTanh: RowGELU}
 
 
 def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
@@ -59,8 +80,7 @@ def made(layers: int = 2, **options: Any) -> Any:
 def by_rows(model: Any) -> None:
     model.set_attn_implementation(NAME)
     for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = RowLinear
+        module.__class__ = BY_ROWS.get(type(module), type(module))
 
 
 def sequences(lengths: tuple[int, ...] = (20, 12, 20)) -> list[Tensor]:
