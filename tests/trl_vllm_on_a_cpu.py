@@ -4,8 +4,10 @@
     PYTHONPATH=src .parity/bin/python tests/trl_vllm_on_a_cpu.py
 
 TRL's own code makes an engine, gives it weights, and compares log-probabilities. The engine is a stand-in: a
-transformers model under `zero_drift` with the attributes of vLLM that TRL and isobit use. What is printed is
-JSON: what is logged about rollouts, how TRL makes the engine, and what is refused.
+transformers model under `zero_drift` with the attributes of vLLM that TRL and isobit use. On a CPU
+`linear_logp` promises no bits: how a product of PyTorch is computed depends on the number of rows, so here it
+gets one at a time. What is printed is JSON: what is logged about rollouts, how TRL makes the engine, and what
+is refused.
 """
 
 import json
@@ -24,8 +26,10 @@ from isobit.integrations.hf import token_logps, zero_drift
 from isobit.integrations.trl.rollouts import ON
 from isobit.integrations.vllm.options import Options, quoted
 from isobit.integrations.vllm.workers import SERVED
+from isobit.ops.linear_logp import reference
 
 MADE: list["LLM"] = []
+LOGITS = reference.Head.logits
 
 
 class LLM:
@@ -121,9 +125,14 @@ def refused() -> dict[str, str]:
     return told
 
 
+def row_by_row(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.cat([LOGITS(head, row[None]) for row in hidden]) if len(hidden) else LOGITS(head, hidden)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    reference.Head.logits = row_by_row
     given = {"LLM": LLM, "SamplingParams": SimpleNamespace, "is_vllm_available": lambda: True}
     with mock.patch.multiple(vllm_generation, create=True, **given):
         found = {
