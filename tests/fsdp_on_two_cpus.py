@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 import tempfile
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def main(rank: int, place: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{place}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     half = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     found: dict[str, Any] = {
         "with the root": logps(rank, "root"), "on its own": logps(rank, "own"),

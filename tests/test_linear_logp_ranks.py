@@ -3,6 +3,7 @@ DTensor weights, and calls that must be refused on every rank."""
 
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,10 @@ def results_of(rank: int, ranks: int, args: dict[str, Any]) -> list[torch.Tensor
 
 def _process(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

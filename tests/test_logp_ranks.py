@@ -2,6 +2,7 @@
 tensor parallelism states, calls that must be refused on every rank, and sums that the law must notice."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def assert_same(found: list[list[torch.Tensor]], whole: list[torch.Tensor]) -> N
 
 def _process(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
