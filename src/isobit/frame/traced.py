@@ -253,8 +253,8 @@ class Shape(tuple[Any, ...]):
         return product
 
     def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        return Shape(found) if isinstance(at, slice) else found
+        some = super().__getitem__(at)
+        return Shape(some) if isinstance(at, slice) else some
 
 
 class Memory:

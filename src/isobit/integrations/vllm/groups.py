@@ -51,11 +51,11 @@ def groups_of(batch: Any) -> tuple[Group, ...]:
         own = own if first == 0 else own - starts[first]
         return Group(slice(first, end), slice(starts[first], starts[end]), own, keys, of_prompts)
 
-    found = []
+    groups = []
     if decoding:
-        found.append(Group(slice(0, decoding), slice(0, decoding), None, None))
+        groups.append(Group(slice(0, decoding), slice(0, decoding), None, None))
     if decoding < prompts:
-        found.append(group(decoding, prompts, False))
+        groups.append(group(decoding, prompts, False))
     if prompts < requests:
-        found.append(group(prompts, requests, True))
-    return tuple(found)
+        groups.append(group(prompts, requests, True))
+    return tuple(groups)

