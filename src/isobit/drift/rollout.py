@@ -292,7 +292,7 @@ def _mean_difference(pairs: Pairs) -> float:
 
 
 def _numbers(pairs: Pairs) -> dict[str, Any]:
-    """Metrics of a row. The trainer's log-probabilities may all be outside of a wrong top-k."""
+    """Metrics of a row. The trainer's log-probabilities may all be outside a wrong top-k."""
     numbers = of_finite(*pairs).numbers
     if not numbers:
         raise ContractError(

@@ -46,7 +46,7 @@ WITHOUT_EFFECT = (
     "detokenize",
 )
 
-#: Values with which others change nothing, beside null, false and empty ones.
+#: Values with which others change nothing, besides null, false and empty ones.
 NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 

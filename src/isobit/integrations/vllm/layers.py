@@ -41,7 +41,7 @@ Count = Callable[[str], None]
 
 @dataclass(frozen=True)
 class How:
-    """What serving a module takes, beside the module."""
+    """What serving a module takes, besides the module."""
 
     count: Count
     cast: Literal["before", "after"]  # of norms

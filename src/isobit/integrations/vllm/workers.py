@@ -20,7 +20,7 @@ from isobit.integrations.vllm.report import VLLMReport
 from isobit.integrations.vllm.versions import refusal
 
 #: Of vLLM: the plugins that it may load, and names of variables that Ray gives to workers on other machines,
-#: beside those of vLLM's own.
+#: next to those of vLLM's own.
 PLUGINS, RAY = "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 #: Of vLLM: 0 for an engine without processes of its own.
