@@ -71,6 +71,11 @@ def stored(t: Tensor, boxes: Tensor) -> None:
     t.copy_(boxes[: t.shape[0], : t.shape[1]])
 
 
+def exp2(x: Tensor) -> Tensor:
+    """On x86 that of PyTorch in fp32 depends on the place of an element in its tensor."""
+    return x.double().exp2().to(x.dtype)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b, rounded once: no bit depends on how many rows or columns there are besides an element's own."""
     return (a.double() @ b.double()).float()
@@ -209,7 +214,7 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
                 continue
             m = part.amax(1, keepdim=True)
             u = (part - m) * scale
-            for i, sums in enumerate((m, u.exp2().sum(1), (u.exp2() * u.clamp(min=-1000)).sum(1))):
+            for i, sums in enumerate((m, exp2(u).sum(1), (exp2(u) * u.clamp(min=-1000)).sum(1))):
                 k.partial[split, i, own] = sums.view(-1)
             result = (token >= columns.start) & (token < columns.start + part.shape[1])
             at = part.gather(1, torch.where(result, token - columns.start, 0).long())
@@ -224,7 +229,7 @@ def store_probs(k: Any, z: Tensor, scale: Tensor, slot: int, tiles: int) -> None
     m = lanes.amax((2, 4))
     m[m == -math.inf] = 0.0
     e = torch.full((64, tiles * COLUMNS), NAN)
-    e[: len(z)] = ((lanes - m[:, :, None, :, None]) * scale.view(-1, 1, 1, 1, 1)).exp2().flatten(1)
+    e[: len(z)] = exp2((lanes - m[:, :, None, :, None]) * scale.view(-1, 1, 1, 1, 1)).flatten(1)
     probs = described(k.probs_desc)
     assert k.probs_base.shape[1:] == (tiles, 4) and probs.shape[1] == tiles * COLUMNS
     k.probs_base[slot : slot + len(z)] = m
@@ -245,7 +250,7 @@ def merge_kernel(grid: tuple[int, ...], k: Any) -> None:
     m, s, t = torch.where(live, k.partial[: k.splits, :, :slots], 0.0).transpose(0, 1)
     top = m.amax(0)
     d = (m - top) * scale
-    s, t = (d.exp2() * s).sum(0), (d.exp2() * (t + d * s)).sum(0)
+    s, t = (exp2(d) * s).sum(0), (exp2(d) * (t + d * s)).sum(0)
     bad = torch.where((token >= 0) & (token < k.V), 0.0, NAN)
     log2_s = s.log2()
     outputs = (
@@ -285,7 +290,7 @@ def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
         z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
     base, a, b, g = weights[:, :, None]
     u = z * scales - base
-    dz = u.exp2() * (u.clamp(min=-1000.0) * b + a if k.ENTROPY else a)
+    dz = exp2(u) * (u.clamp(min=-1000.0) * b + a if k.ENTROPY else a)
     dz = torch.where(torch.arange(columns) + k.first == ids, dz + g, dz)
     dz[count:] = 0.0
     stored(out[:rows], dz)
@@ -307,7 +312,7 @@ def from_probs_kernel(grid: tuple[int, ...], k: Any) -> None:
     assert_apart(out, of_tiles, k.ids, k.scales, weights)
     column = first + torch.arange(width)
     base, a, _, g = weights[:, :, None]
-    moved = (of_tiles[:, column // COLUMNS, column % 8 // 2] * k.scales[:, None] - base).exp2()
+    moved = exp2(of_tiles[:, column // COLUMNS, column % 8 // 2] * k.scales[:, None] - base)
     e = torch.where(there, probs.float(), 0.0)
     dz = torch.where(e == 0.0, 0.0, e * moved) * a
     out.copy_(torch.where(column == k.ids[:, None], dz + g, dz))

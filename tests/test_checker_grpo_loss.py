@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 PLAIN, SEQUENCES = "B=2 T=2 V=17 fp32", "B=4 T=2 V=257 bf16 by=samples mask=bool reduction=sequence_mean"
 SUM = "B=3 T=2 V=65 fp32 shifted by=tokens mask=int64 ref=logp reduction=sum normalizer=tensor"
 WEIGHTED = "B=3 T=2 V=130 fp16 by=bounds weights=True normalizer=12.5"
-BITS = "B=3 T=1 V=1030 fp32 reduction=sum"
-GROUPS = "B=3 T=1 V=1030 fp32 by=bounds reduction=sequence_mean normalizer=3.0"
-ORDERED = "B=4 T=3 V=130 fp32 random by=samples mask=bool reduction=sequence_mean"
+BITS = "B=9 T=1 V=3030 fp32 random reduction=sum"
+GROUPS = "B=9 T=1 V=3030 fp32 random by=bounds reduction=sequence_mean normalizer=3.0"
+ORDERED = "B=4 T=40 V=33 fp32 random by=samples mask=bool reduction=sequence_mean"
 
 ADVANTAGES = "B=56 fp64 random size=14"
 

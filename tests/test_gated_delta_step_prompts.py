@@ -14,6 +14,7 @@ from isobit import DeltaState
 from isobit.frame.device import arch_key
 from isobit.frame.op import OPS
 from isobit.ops.gated_delta_rule_step import chunks
+from isobit.ops.gated_delta_rule_step.op import rows
 from isobit.ops.gated_delta_rule_step.proof.bits import long_prompts, same_slots
 from isobit.ops.gated_delta_rule_step.state import CHUNK
 from isobit.spec.proof import Case
@@ -102,12 +103,11 @@ def test_a_prompt_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatc
     expected_state = begun()
     expected = step(expected_state, given, slots=slots)
     watch = NoWaiting()
-    for name in ("by_rows", "gated_delta_rule"):
-        monkeypatch.setattr(chunks, name, watch.outside(getattr(chunks, name)))
+    monkeypatch.setattr(chunks, "gated_delta_rule", watch.outside(chunks.gated_delta_rule))
     args = dict(zip(("q", "k", "v", "g", "beta"), given, strict=True)) | {"slots": slots, "lengths": None}
     args |= {"scale": K**-0.5, "use_qk_l2norm_in_kernel": False} | state.tensors()
     with watch:
-        out = chunks.continued(state, args, "model", False)
+        out = chunks.continued(state, args, watch.outside(rows), "model", False)
     assert torch.equal(out, expected) and torch.equal(state.place, expected_state.place)
 
 

@@ -4,10 +4,8 @@
     PYTHONPATH=src .parity/bin/python tests/trl_vllm_on_a_cpu.py
 
 TRL's own code makes an engine, gives it weights, and compares log-probabilities. The engine is a stand-in: a
-transformers model under `zero_drift` with the attributes of vLLM that TRL and isobit use. On a CPU
-`linear_logp` promises no bits: how a product of PyTorch is computed depends on the number of rows, so here it
-gets one at a time. What is printed is JSON: what is logged about rollouts, how TRL makes the engine, and what
-is refused.
+transformers model under `zero_drift` with the attributes of vLLM that TRL and isobit use. What is printed is
+JSON: what is logged about rollouts, how TRL makes the engine, and what is refused.
 """
 
 import json
@@ -22,14 +20,13 @@ from trl.generation import vllm_generation
 
 import isobit
 import trl_rollouts_on_a_cpu as rollouts
+from head_by_rows import head_by_rows
 from isobit.integrations.hf import token_logps, zero_drift
 from isobit.integrations.trl.rollouts import ON
 from isobit.integrations.vllm.options import Options, quoted
 from isobit.integrations.vllm.workers import SERVED
-from isobit.ops.linear_logp import reference
 
 MADE: list["LLM"] = []
-LOGITS = reference.Head.logits
 
 
 class LLM:
@@ -125,16 +122,11 @@ def refused() -> dict[str, str]:
     return told
 
 
-def row_by_row(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return torch.cat([LOGITS(head, row[None]) for row in hidden]) if len(hidden) else LOGITS(head, hidden)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    reference.Head.logits = row_by_row
     given = {"LLM": LLM, "SamplingParams": SimpleNamespace, "is_vllm_available": lambda: True}
-    with mock.patch.multiple(vllm_generation, create=True, **given):
+    with head_by_rows(), mock.patch.multiple(vllm_generation, create=True, **given):
         found = {
             "zero drift": logged(),
             "not corrected": logged(max_steps=1, vllm_importance_sampling_correction=False),

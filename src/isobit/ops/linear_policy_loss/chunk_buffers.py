@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.frame.traced import decides
 from isobit.kernels.host.token_stream import BLOCK, SEGMENT
 from isobit.ops.linear_logp.op import KEPT_COLUMNS, KEPT_ROWS
 
@@ -95,13 +94,6 @@ def columns_of(V: int) -> int:
 def rows_in_memory(rows: int, queues: bool) -> int:
     """Rows of memory that a chunk takes on Hopper."""
     return (SEGMENT if queues else 0) + slots_of(rows) + BLOCK
-
-
-@decides
-def slab_width(elements: int, V: int, height: int, queues: bool) -> int:
-    """Columns of a slab with this many rows in this much memory, after the queue's d-logits."""
-    left = elements - (SEGMENT * columns_of(V) if queues else 0)
-    return min(max(left // height // SEGMENT, 1), -(-V // SEGMENT)) * SEGMENT
 
 
 def slots_of(rows: int) -> int:

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.launch import Launch, run, unused
+from isobit.frame.traced import decides
 from isobit.kernels.hopper.bias import in_words
 from isobit.kernels.hopper.lse import Slots
 from isobit.kernels.hopper.pipeline import triton_kernel
@@ -40,10 +41,17 @@ from isobit.ops.linear_logp.kernels_hopper_bwd import (
     unpack,
     weigh,
 )
-from isobit.ops.linear_policy_loss.chunk_buffers import columns_of, rows_in_memory, slab_width, slots_of
+from isobit.ops.linear_policy_loss.chunk_buffers import columns_of, rows_in_memory, slots_of
 
 #: Options that a chunk does not have.
 _PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size", "dlse"))
+
+
+@decides
+def _slab_width(elements: int, V: int, height: int, queues: bool) -> int:
+    """Columns of a slab with this many rows in this much memory, after the queue's d-logits."""
+    left = elements - (SEGMENT * columns_of(V) if queues else 0)
+    return min(max(left // height // SEGMENT, 1), -(-V // SEGMENT)) * SEGMENT
 
 
 @triton_kernel
@@ -162,7 +170,7 @@ def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
     assert len(rows) == len(queue) >= height, "memory is of other chunks"
     fits = args["kept"]  # d-logits of all columns fit, and the forward has stored e there
     use_probs = fits and args["dentropy"] is None  # the entropy's gradient needs the logits again
-    width = columns if fits else slab_width(memory.numel(), V, height, queues)
+    width = columns if fits else _slab_width(memory.numel(), V, height, queues)
     waiting = memory[: SEGMENT * columns].view(SEGMENT, columns) if queues else None
     first_free = waiting.numel() if waiting is not None and not fits else 0
     slab = memory[first_free : first_free + height * width].view(height, width)
