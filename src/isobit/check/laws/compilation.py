@@ -18,8 +18,9 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     for all that were requested by name, in every recorded call. For the others only the call of each kernel
     with the most shared memory, since they have less of it. A check of all laws compiles one call of each
     kernel of the op, for other targets only the call with the most shared memory of all; and in the second
-    dtype, which differs in conversions, each of them up to Triton's own code. Code for NVIDIA is read
-    for what its assembler may have lost; in a check of all laws, code that has `wgmma`."""
+    dtype, which differs in conversions, each of them up to Triton's own code. If other backends launch all
+    of them, one goes as far as that. Code for NVIDIA is read for what its assembler may have lost; in a check
+    of all laws, code that has `wgmma`."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
@@ -39,11 +40,13 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         for name, source, options in recorder.sources()
     }
     first, *others = targets
+    known = False  # whether the cells of another backend compile all of its kernels
     if trial.brief:
         ones = {call[0]: key for key, call in reversed(calls.items())}  # the first call of each kernel
         calls = {key: calls[key] for key in reversed(ones.values())}
-        calls = _of_this_backend(trial, calls)
-    if trial.one_target:
+        own = _of_this_backend(trial, calls)
+        calls, known = own or dict([*calls.items()][:1]), not own
+    if trial.one_target or known:
         return [_to_triton_code(f"{call[0]} {first}", targets[first], *call[1:]) for call in calls.values()]
     checks: list[OutputCheck] = []
     to_read: dict[int, bytes] = {}  # code by the index of its check
@@ -89,15 +92,13 @@ def _compiled_for(target: Any, source: Any, options: dict[str, Any]) -> Any:
 
 
 def _of_this_backend(trial: Trial, calls: dict[Key, Compilation]) -> dict[Key, Compilation]:
-    """Without kernels that a backend before this one launches too, whose cells compile them; if nothing is
-    left, the first."""
+    """Without kernels that a backend before this one launches too, whose cells compile them."""
     known = list(trial.proof.kernels)
     earlier = Recorder()
     for name in known[: known.index(trial.backend)]:
         trial.proof.kernels[name].record(earlier, trial.case.dtype)
     there = {id(kernel) for kernel, _, _ in earlier.launches}
-    own = {key: call for key, call in calls.items() if id(call[1].fn) not in there}
-    return own or dict([*calls.items()][:1])
+    return {key: call for key, call in calls.items() if id(call[1].fn) not in there}
 
 
 class _Enough(Exception):
