@@ -23,6 +23,7 @@ import isobit
 from interpreted import in_interpreter
 from isobit.check.laws import LAWS
 from isobit.check.request import small_args
+from isobit.frame import device
 from isobit.frame.op import OPS, public_ops
 from isobit.numerics import NUMERICS
 from shots import SHOTS
@@ -193,6 +194,19 @@ def test_the_cpu_way_of_an_op_serves_cpu_tensors(name: str) -> None:
     ways = {way.removesuffix(".py") for way in CPU_WAYS if (PACKAGE / "ops" / op.folder / way).is_file()}
     assert op.explain(**small_args(op, torch.device("cpu"))).backend in ways
     assert ways <= {backend.name for backend in op.backends}
+
+
+@pytest.mark.parametrize("name", PUBLIC_OPS)
+def test_hopper_backends_serve_their_small_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a check on a Hopper GPU would report all of their laws as unsupported, whatever other cases there
+    are."""
+    monkeypatch.setattr(device, "arch_key", lambda of: "sm_90")
+    monkeypatch.setattr(device, "triton_cannot_run", lambda of: None)
+    op = OPS[name]
+    for backend in op.backends:
+        if backend.name.startswith("hopper"):
+            args = small_args(op, torch.device("cpu"), backend.name)
+            assert backend.when({p.name: p.default for p in op.own_params} | args) is None, backend.name
 
 
 @pytest.mark.parametrize("name", PUBLIC_OPS)

@@ -169,8 +169,9 @@ def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
     return [(op, name) for op in ops for name in wanted if name in known[op.name]]
 
 
-def small_args(op: Op, device: torch.device) -> Args:
-    proof = proof_of(op)
+def small_args(op: Op, device: torch.device, backend: str = "") -> Args:
+    """The arguments of the small case, of which a backend may have its own."""
+    proof = proof_of(op).of(backend)
     return proof.make(small_case(proof), device, InputOptions())
 
 

@@ -271,7 +271,7 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
 def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
     """The reason why a backend can serve nothing on this device, or None."""
     try:
-        op.explain(**small_args(op, device), backend=backend)
+        op.explain(**small_args(op, device, backend), backend=backend)
     except UnsupportedError as why:
         return str(why)
     except RuntimeError as error:
@@ -285,7 +285,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
     """A cell, and an error that was raised."""
     cell = Cell(op.name, backend, law, case.name, OK, command=_command(op, backend, law, case, request))
     # A check of all laws would spend most of its time compiling. A dtype that is named is compiled in full.
-    second = not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
+    second = not request.dtypes and case.dtype != small_case(proof_of(op).of(backend)).dtype
     trial = Trial(
         op, backend, request.device, case, arch_key(request.device),
         request.inputs, request.cotangents != "none", request.cotangents, request.inputs.seed,

@@ -258,6 +258,17 @@ _BITS = [
     # More than 2**31 elements in v, u, v_new and o: wrong 32-bit offsets would fail here.
     _case(9, 65536, 1, 64, 64, 64, BF16, data="random", heavy=True, gpu_gb=120),
 ]
+#: Those of Hopper, which serves states of 64, 128 or 256 rows.
+_ON_HOPPER = [
+    _case(2, 3, 2, 2, 64, 64, BF16),
+    _case(1, 0, 1, 1, 64, 64, BF16),
+    _case(1, 66, 1, 1, 64, 64, BF16),
+    _case(1, 20, 1, 2, 128, 64, F16, mode="gn", layout="padded"),
+    _case(1, 70, 1, 1, 64, 128, BF16, mode="gh", v_first=True, lengths="3+0+67"),
+    _case(1, 30, 1, 1, 64, 64, BF16, mode="-"),
+    _case(2, 70, 1, 2, 256, 64, F16, mode="ghn", v_first=True),
+    *_HEAVY[:-1],
+]
 _AGREE = [
     _case(1, 70, 1, 1, 48, 16, BF16, mode="gh"),
     _case(1, 71, 1, 1, 48, 16, F16, mode="gh", lengths="5+0+66"),
@@ -265,6 +276,8 @@ _AGREE = [
     _case(1, 200, 1, 1, 64, 64, F16, mode="ghn", heavy=True),
     _case(1, 300, 1, 2, 128, 64, BF16, lengths="100+0+199+1", heavy=True),
 ]
+
+_MEMORY = _case(1, 512, 1, 2, 128, 128, BF16, heavy=True)
 
 PROOF = Proof(
     op=forward,
@@ -284,10 +297,7 @@ PROOF = Proof(
     memory=memory,
     cases=_SMALL + _HEAVY,
     bit_cases=_BITS,
-    memory_cases=[
-        _case(1, 20, 1, 1, 16, 16, BF16),
-        _case(1, 512, 1, 2, 128, 128, BF16, heavy=True),
-    ],
+    memory_cases=[_case(1, 20, 1, 1, 16, 16, BF16), _MEMORY],
     mutants=MUTANTS,
     bad_value=descending,
     # For one target: the substitution takes seconds to compile. The states, below, are for all of them.
@@ -303,7 +313,25 @@ PROOF = Proof(
     positive=("H", "HV", "K", "V"),
     parts=rows_so_far,
     also=same_elsewhere,
+    differs={
+        "hopper": {
+            "cases": _ON_HOPPER,
+            "agree_cases": [_case(1, 70, 1, 1, 64, 64, BF16, mode="gh"), *_AGREE[2:]],
+            "memory_cases": [_case(1, 20, 1, 1, 64, 64, BF16), _MEMORY],
+        }
+    },
 )
+
+_HEAVY_STATES = [
+    _case(2, 300, 1, 2, 128, 128, BF16, heavy=True),
+    _case(1, 300, 2, 2, 256, 64, F16, mode="gkh", v_first=True, heavy=True),
+    _case(1, 700, 2, 4, 128, 64, BF16, mode="gkh", lengths="117+0+64+257+1+261", heavy=True),
+]
+_AGREE_STATES = [
+    _case(1, 71, 1, 1, 48, 16, F16, mode="gh", lengths="5+0+66"),
+    _case(1, 700, 2, 4, 128, 128, BF16, mode="gkh", lengths="117+0+64+257+1+261", heavy=True),
+]
+_MEMORY_STATES = _case(2, 2048, 4, 8, 128, 128, BF16, heavy=True)
 
 STATES = Proof(
     op=states,
@@ -324,9 +352,7 @@ STATES = Proof(
         _case(1, 0, 1, 1, 16, 16, BF16),
         _case(1, 130, 1, 1, 16, 32, F16, mode="k", v_first=True, lengths="3+0+127"),
         _case(1, 70, 1, 2, 20, 12, F32, mode="gh"),
-        _case(2, 300, 1, 2, 128, 128, BF16, heavy=True),
-        _case(1, 300, 2, 2, 256, 64, F16, mode="gkh", v_first=True, heavy=True),
-        _case(1, 700, 2, 4, 128, 64, BF16, mode="gkh", lengths="117+0+64+257+1+261", heavy=True),
+        *_HEAVY_STATES,
     ],
     bit_cases=[
         _case(2, 70, 1, 1, 64, 128, F16, mode="gh"),
@@ -334,10 +360,7 @@ STATES = Proof(
         _case(3, 130, 1, 1, 256, 64, F16, heavy=True),
         _case(3, 130, 1, 1, 64, 64, F16, mode="h", heavy=True),  # in bf16 no bit shows the order
     ],
-    memory_cases=[
-        _case(1, 130, 1, 1, 16, 16, BF16),
-        _case(2, 2048, 4, 8, 128, 128, BF16, heavy=True),
-    ],
+    memory_cases=[_case(1, 130, 1, 1, 16, 16, BF16), _MEMORY_STATES],
     mutants=MUTANTS_OF_STATES,
     bad_value=descending,
     kernels={
@@ -347,13 +370,25 @@ STATES = Proof(
     rows="B S",
     batch_sizes=(1,),
     exact=exact_states,
-    agree_cases=[
-        _case(1, 71, 1, 1, 48, 16, F16, mode="gh", lengths="5+0+66"),
-        _case(1, 700, 2, 4, 128, 128, BF16, mode="gkh", lengths="117+0+64+257+1+261", heavy=True),
-    ],
+    agree_cases=_AGREE_STATES,
     slow=("model",),
     positive=("H", "HV", "K", "V"),
     also=states_alone,
+    differs={
+        "hopper": {
+            "cases": [
+                _case(2, 66, 2, 2, 64, 64, BF16, mode="gkh"),
+                _case(1, 0, 1, 1, 64, 64, BF16),
+                _case(1, 130, 1, 1, 64, 128, F16, mode="k", v_first=True, lengths="3+0+127"),
+                *_HEAVY_STATES,
+            ],
+            "agree_cases": [
+                _case(1, 71, 1, 1, 64, 64, F16, mode="gh", lengths="5+0+66"),
+                *_AGREE_STATES[1:],
+            ],
+            "memory_cases": [_case(1, 130, 1, 1, 64, 64, BF16), _MEMORY_STATES],
+        }
+    },
 )
 
 PROOFS = [PROOF, STATES]
