@@ -17,6 +17,7 @@ import pytest
 import typer.main
 
 import isobit
+from isobit.bench.cases import series_of
 from isobit.cli.main import app
 from isobit.frame.op import public_ops
 from publish import tables
@@ -161,7 +162,9 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 @cache
 def words() -> set[str]:
     texts = (text for path in NAMING for text in (str(path.relative_to(ROOT)), path.read_text()))
-    return {word for text in texts for word in WORD.findall(text)}
+    # The names of some series are put together.
+    series = {one.name for op in public_ops().values() for one in series_of(op)}
+    return {word for text in texts for word in WORD.findall(text)} | series
 
 
 #: Modules of the package that pages call by their own name.
