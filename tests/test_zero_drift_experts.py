@@ -12,9 +12,11 @@ from torch import Tensor
 
 import isobit
 from hf_models import Drift, Run, forward_logits, made, prompts
+from isobit import ContractError
 from isobit.integrations.hf import HFError, register_experts, zero_drift
 from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, Routing, of_capacity
 from isobit.layers.experts import experts_forward, gated_by
+from isobit.ops.route import expert_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
@@ -149,6 +151,18 @@ def test_tokens_of_no_expert_get_nothing() -> None:
     layer, x, experts, weights = a_layer(5)
     experts[2] = 6
     assert not layer(x, experts, weights)[2].any()
+
+
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_numbers_that_are_no_experts_are_refused(wrong: int) -> None:
+    """And without the check such a row adds nothing, here as on a GPU."""
+    layer, x, experts, weights = a_layer(5)
+    experts[2, 1] = wrong
+    rule = rf"top_k_index: \[5, 3\] int32\): must be in \[0, 6\], .* for none: \[2, 1\] is {wrong}"
+    with pytest.raises(ContractError, match=rule):
+        layer(x, experts, weights)
+    place, offsets = expert_rows(experts, 6)
+    assert int(offsets[-1]) == 14 and int(place[2, 1]) == 14
 
 
 def test_the_entry_in_the_interface_has_the_bits_of_the_layer(models: dict[str, Any]) -> None:
