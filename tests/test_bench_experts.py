@@ -1,10 +1,13 @@
 """Benchmarks of mixtures of experts, on a CPU with small sizes: the ops, and the suite of a whole layer."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.suites import moe_layer
 from isobit.bench.cases import Subject, series_of, suite_of
@@ -118,20 +121,38 @@ def one_layer() -> Subject:
     return replace(suite, series=suite.series[:2])
 
 
-def test_a_layer_is_timed_next_to_all_rivals() -> None:
+class LigersExperts:
+    """Stands for Liger's function, whose kernels need a GPU: the same arguments in the same order."""
+
+    @staticmethod
+    def apply(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        assert experts.dtype == torch.int32 and weights.shape == experts.shape
+        gate, up = torch.einsum("tkfd,td->tkf", gate_up[experts], x).chunk(2, -1)
+        y = torch.einsum("tkdf,tkf->tkd", down[experts], torch.nn.functional.silu(gate) * up)
+        return (y * weights[..., None]).sum(1)
+
+
+def test_a_layer_is_timed_next_to_all_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's is left out on a CPU, installed or not."""
     pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_moe", SimpleNamespace())
     report = timed(one_layer())
     rows = {(row["direction"], row["impl"]): row for row in report["rows"]}
-    impls = ["isobit", *moe_layer.RIVALS]
+    impls = ["isobit", *(name for name in moe_layer.RIVALS if name != "liger")]
     assert list(rows) == [(direction, impl) for direction in ("fwd", "fwd_bwd") for impl in impls]
-    assert report["notes"] == [] and all(row["max_abs"] < 0.1 for row in rows.values())
+    assert report["notes"] == ["liger: its kernels need a GPU"]
+    assert all(row["max_abs"] < 0.1 for row in rows.values())
     assert set(report["stamp"]["kernels"]) == {
         "det_gemm", "route", "combine", "det_grouped_linear", "swiglu",
     }  # fmt: skip
 
 
-def test_rivals_compute_the_same_layer_and_the_same_gradients(args: dict[str, Any]) -> None:
+def test_rivals_compute_the_same_layer_and_the_same_gradients(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
+    experts = SimpleNamespace(LigerFusedMoEFunction=LigersExperts)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_moe", experts)
 
     def results(function: Any, given: dict[str, Any]) -> list[torch.Tensor]:
         leaves = {name: given[name].detach().requires_grad_() for name in moe_layer.INPUTS}
@@ -151,7 +172,8 @@ def test_without_transformers_its_rivals_are_left_out_with_the_reason(
     monkeypatch.setattr(moe_layer, "cannot_import", lambda module: "not installed")
     report = timed(one_layer(), directions=["fwd"])
     assert [row["impl"] for row in report["rows"]] == ["isobit", "torch._grouped_mm", "torch.mm_loop"]
-    assert report["notes"] == [f"transformers.{name}: not installed" for name in ("grouped_mm", "eager")]
+    left_out = ("transformers.grouped_mm", "transformers.eager", "liger")
+    assert report["notes"] == [f"{name}: not installed" for name in left_out]
 
 
 def test_a_wrong_layer_is_not_timed(args: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 
+import isobit
 from benchmarks.suites import fla as suite
 from isobit import ContractError
 from isobit.bench.cases import suite_of
@@ -19,12 +20,13 @@ from isobit.bench.report import ROW
 from isobit.bench.runner import run
 from isobit.ops.delta_rule.rivals import forget_tuning
 from isobit.spec.series import NotHere, Pool
+from isobit.spec.truth import cotangent_like
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
 
 
 def test_the_suite_times_two_ops_in_two_directions_beside_fla() -> None:
-    series = suite_of("fla").series
+    *series, forward, training = suite_of("fla").series
     assert [(one.name, one.directions) for one in series] == [
         (op, (direction,))
         for op in ("chunk_gated_delta_rule", "chunk_kda")
@@ -33,6 +35,10 @@ def test_the_suite_times_two_ops_in_two_directions_beside_fla() -> None:
     for one in series:
         assert one.needs == (NAME,) and one.against == "fla" and set(one.rivals) == {"fla"}
         assert {case.dims["B"] * case.dims["T"] for case in one.cases} == {8192, 32768}
+    for one, rivals in ((forward, {"fla"}), (training, {"fla", "fla_pieces"})):
+        assert one.name == "layer" and one.cases == series[0].cases and set(one.rivals) == rivals
+        assert one.needs == ("gated_delta_rule", "delta_gates")
+    assert (forward.directions, training.directions) == (("fwd",), ("fwd_bwd",))
 
 
 def test_the_suite_needs_fla_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +127,51 @@ def test_bytes_are_of_inputs_and_results() -> None:
         11 * 256 + 3 * 8
     )
     assert kda.bytes("bwd") == heads * (7 * 256 + 2 * (4 * 128 + 4)) and kda.flops("bwd") == 0
+
+
+def a_layer() -> tuple[suite.LastHead, tuple[torch.Tensor, ...]]:
+    """The truth that the suite compares with, and the results of isobit's recurrence in fp64 on all heads."""
+    (args,) = suite.make_layer(suite.SMALL_LAYER[0], Pool(torch.device("cpu")))[:1]
+    wide = {n: t.double().requires_grad_() for n, t in args.items()}
+    g = -wide["A_log"].exp() * torch.nn.functional.softplus(wide["g"] + wide["dt_bias"])
+    given = {n: wide[n] for n in ("q", "k", "v")} | {"g": g, "beta": wide["beta"].sigmoid()}
+    o, _ = isobit.gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, backend="reference")
+    gradients = torch.autograd.grad(o, list(wide.values()), cotangent_like(args["v"]).double())
+    return suite.truth_of_layer(args), (o.detach(), *gradients)
+
+
+def served_here(backend: str, whole: str | None = None) -> Any:
+    return contextlib.nullcontext(SimpleNamespace(served=1, passed=Counter()))
+
+
+def test_a_layer_is_compared_with_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite.fla, "enable", served_here)
+    monkeypatch.setattr(suite, "by_fla", lambda args: args["v"])
+    truth, right = a_layer()
+    assert tuple(truth.known) == ("o", *suite.INPUTS[:5]) == tuple(suite.LIMITS_OF_LAYER)
+    assert truth.error("fwd_bwd", right) < 1e-9 and truth.error("fwd", right[:1]) < 1e-9
+    for at, (name, limit) in enumerate(suite.LIMITS_OF_LAYER.items()):
+        for factor in (1 + 1.1 * limit, float("nan")):
+            wrong = [t * factor if i == at else t for i, t in enumerate(right)]
+            with pytest.raises(CheckFailed, match=rf"{name} of a layer is .* from fp64, more than {limit}"):
+                truth.error("fwd_bwd", tuple(wrong))
+
+
+def test_a_layer_that_isobit_does_not_serve_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = SimpleNamespace(served=0, passed=Counter({"a reason": 1}))
+    monkeypatch.setattr(suite.fla, "enable", lambda backend, whole: contextlib.nullcontext(on))
+    monkeypatch.setattr(suite, "by_fla", lambda args: args["v"])
+    with pytest.raises(CheckFailed, match=r"isobit has not served chunk_gated_delta_rule.*: a reason"):
+        a_layer()
+
+
+def test_where_fla_refuses_its_backward_its_pieces_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, training = suite_of("fla").series
+    here = {"case": training.cases[0], "device": torch.device("cpu"), "direction": "fwd_bwd", "options": ()}
+    for refused in (None, "refused"):
+        monkeypatch.setattr(suite, "refused_by_fla", lambda refused=refused: refused)
+        timed = {n for n, rival in training.rivals.items() if rival.why_not(**here) is None}
+        assert timed == {"fla" if refused is None else "fla_pieces"}
 
 
 def test_the_goals_are_to_be_no_slower() -> None:

@@ -14,7 +14,11 @@ from torch.nn import functional as F
 import isobit
 from fla_versions import VERSIONS, imported_from
 from isobit import ContractError
+from isobit.bench.cases import suite_of
+from isobit.bench.check_gate import CheckFailed
 from isobit.integrations import fla, fla_whole
+from isobit.spec.series import Pool
+from isobit.spec.truth import cotangent_like
 
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -180,3 +184,16 @@ def test_another_function_is_refused(module: types.ModuleType, monkeypatch: pyte
     refused("does not use the backends")
     monkeypatch.delattr(module, fla_whole.NAME)
     refused("has no chunk_gated_delta_rule")
+
+
+def test_the_benchmark_of_a_layer_times_isobit_and_compares_with_fp64(module: types.ModuleType) -> None:
+    """All but the clock, in both directions; the stand-in for FLA's kernels is not taken for right."""
+    for series in (one for one in suite_of("fla").series if one.name == "layer"):
+        args = series.make(series.small[0], Pool(torch.device("cpu")))[0]
+        judge = series.judge(args)
+        leaves = {n: t.requires_grad_() for n, t in args.items()}
+        o = series.call(leaves, None)
+        gradients = torch.autograd.grad(o, list(leaves.values()), cotangent_like(args["v"]))
+        assert 0 < judge.error("fwd_bwd", (o, *gradients)) < 0.1
+        with pytest.raises(CheckFailed, match="fla: o of a layer is"):
+            judge.error("fwd", (series.rivals["fla"].function(args),))

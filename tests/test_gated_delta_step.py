@@ -302,6 +302,17 @@ def recurrent(**args: Any) -> Tensor:
     return torch.cat(outs, 1)
 
 
+def zero_times_later(**args: Any) -> Tensor:
+    """Later tokens of a sequence are multiplied by 0, and not left out."""
+    v = args["v"].float()
+    counts = torch.full((len(v),), v.shape[1]) if args["lengths"] is None else args["lengths"]
+    slots = torch.arange(len(v)) if args["slots"] is None else args["slots"]
+    counts = torch.where((slots >= 0) & (slots < len(args["place"])), counts, 0)
+    v = torch.where(torch.arange(v.shape[1])[:, None, None] < counts[:, None, None, None], v, 0.0)
+    later = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)[:, 1:]
+    return (model.rows(**args).float() + 0.0 * later).to(args["v"].dtype)
+
+
 def test_a_correct_one_passes() -> None:
     with candidate(model.rows) as trial:
         assert [c.message for c in bits.invariant(trial) if not c.passed] == []
@@ -310,12 +321,14 @@ def test_a_correct_one_passes() -> None:
 @pytest.mark.parametrize(("run", "message"), [
     (by_place, "sequence 0 alone"), (slots_clamped, "among sequences without slots"),
     (lengths_ignored, "among sequences without slots"), (inverse_rounded, "other slots next to"),
-    (recurrent, "the forward of"),
+    (recurrent, "the forward of"), (zero_times_later, "inf in all tokens from 1 on"),
 ])  # fmt: skip
 def test_known_bad_ones_fail(run: Callable[..., Tensor], message: str) -> None:
     with candidate(run) as trial:
         found = [c.message for c in bits.invariant(trial) if not c.passed]
     assert any(message in each for each in found), found
+    if run is zero_times_later:
+        assert all("in all tokens from" in each for each in found)
 
 
 # Kernels, in Triton's interpreter

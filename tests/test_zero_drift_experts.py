@@ -2,17 +2,21 @@
 one among others, ties, and what is refused."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import isobit
 from hf_models import Drift, Run, forward_logits, made, prompts
+from isobit import ContractError
 from isobit.integrations.hf import HFError, register_experts, zero_drift
-from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, Routing
+from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, Routing, of_capacity
 from isobit.layers.experts import experts_forward, gated_by
+from isobit.ops.route import expert_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
@@ -149,6 +153,18 @@ def test_tokens_of_no_expert_get_nothing() -> None:
     assert not layer(x, experts, weights)[2].any()
 
 
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_numbers_that_are_no_experts_are_refused(wrong: int) -> None:
+    """And without the check such a row adds nothing, here as on a GPU."""
+    layer, x, experts, weights = a_layer(5)
+    experts[2, 1] = wrong
+    rule = rf"top_k_index: \[5, 3\] int32\): must be in \[0, 6\], .* for none: \[2, 1\] is {wrong}"
+    with pytest.raises(ContractError, match=rule):
+        layer(x, experts, weights)
+    place, offsets = expert_rows(experts, 6)
+    assert int(offsets[-1]) == 14 and int(place[2, 1]) == 14
+
+
 def test_the_entry_in_the_interface_has_the_bits_of_the_layer(models: dict[str, Any]) -> None:
     model = models["Mixtral"]
     module, (_, x, experts, weights) = model.model.layers[0].mlp.experts, a_layer(9, 4, 2)
@@ -181,8 +197,57 @@ def test_what_depends_on_the_batch_is_refused() -> None:
     model.model.layers[0].mlp.experts._is_expert_parallel = True
     refused(model, "expert parallelism")
     model = made("Mixtral", **options)
+    model.config.distributed_config = SimpleNamespace(enable_expert_parallel=True)
+    refused(model, "expert parallelism")
+    model = made("Mixtral", **options)
     model.model.layers[0].mlp.experts.float()
     refused(model, "mlp.experts: its weight is torch.float32; cast the model to bf16")
+
+
+def test_experts_of_a_limited_capacity_are_refused() -> None:
+    """A router of Switch Transformers, whose experts are linear layers that would be served, and a whole
+    model of them; one without a limit is not refused for it."""
+    from transformers.models.switch_transformers import modeling_switch_transformers as switch
+
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 32, "num_heads": 2, "num_experts": 4, "vocab_size": 50}
+    layers = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    config = transformers.SwitchTransformersConfig(**sizes, **layers, expert_capacity=3)
+    model = made("Llama", num_hidden_layers=1)
+    model.model.layers[0].mlp = switch.SwitchTransformersSparseMLP(config).bfloat16()
+    reason = r"limited capacity .*layers.0.mlp.router: SwitchTransformersTop1Router with expert_capacity=3"
+    refused(model, reason)
+    refused(switch.SwitchTransformersForConditionalGeneration(config), "limited capacity")
+    model = made("Llama", num_hidden_layers=1)
+    model.model.layers[0].mlp.capacity_factor = 0.0
+    assert of_capacity(model) is None
+
+
+@pytest.mark.parametrize("kind", ["FP8Experts", "Mxfp4GptOssExperts", "a dtype", "a class"])
+def test_quantised_experts_are_refused_as_such(kind: str) -> None:
+    """By the classes that transformers puts in their place, and by what other quantisers do to parameters."""
+    from transformers.integrations import finegrained_fp8, mxfp4
+
+    family = "GptOss" if kind.startswith("Mxfp4") else "Qwen3Moe"
+    model = made(family, **FAMILIES[family] | {"num_hidden_layers": 1})
+    mlp, config, given = model.model.layers[0].mlp, model.config, kind
+    if kind == "FP8Experts":
+        mlp.experts = finegrained_fp8.FP8Experts(config, block_size=(32, 32))
+        given = r"FP8Experts is quantised .gate_up_proj is torch.float8_e4m3fn."
+    elif kind == "Mxfp4GptOssExperts":
+        mlp.experts = mxfp4.Mxfp4GptOssExperts(config)
+        given = r"Mxfp4GptOssExperts is quantised .gate_up_proj is torch.uint8."
+    elif kind == "a dtype":
+        codes = torch.zeros(8, 64, 64, dtype=torch.int8)
+        mlp.experts.gate_up_proj = torch.nn.Parameter(codes, requires_grad=False)
+        given = "Qwen3MoeExperts is quantised .gate_up_proj is torch.int8."
+    else:
+        mlp.experts.down_proj = Coded(mlp.experts.down_proj.data)  # which says that it is bf16
+        given = r"Qwen3MoeExperts is quantised .down_proj is a \S*\.Coded."
+    refused(model, f"mlp.experts: {given}; load the model with weights in bf16")
+
+
+class Coded(torch.nn.Parameter):
+    """As quantisers have them that keep a layer's class."""
 
 
 def test_experts_of_another_form_are_refused_by_name() -> None:

@@ -7,6 +7,7 @@ weights, bf16; forward alone, and with the gradients of the tokens and of all we
     transformers.eager         the same with "eager": a loop over experts that waits for the device
     torch._grouped_mm          that product, with as little as possible around it
     torch.mm_loop              a loop over experts with cuBLAS; their sizes are read back once
+    liger                      Liger's experts in Triton, after the same router as for these two
 
 `ms` is device time, `host_us` the time until an eager call returns, `peak_mb` the memory of a call. The rows
 `:new` have another number of tokens in every call. Before anything is timed, the layer must agree with fp64
@@ -115,6 +116,22 @@ def _loop(args: Args) -> Tensor:
     return _around(product, args)
 
 
+def _liger(args: Args) -> Tensor:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    weights, experts = _routed(args)
+    out: Tensor = LigerFusedMoEFunction.apply(
+        args["x"], args["gate_up"], args["down"], experts.to(torch.int32), weights
+    )
+    return out
+
+
+def _liger_available(case: Case, device: torch.device) -> str | None:
+    return cannot_import("liger_kernel.ops.fused_moe") or (
+        "its kernels need a GPU" if device.type == "cpu" else None
+    )
+
+
 def _block(implementation: str, args: Args) -> Args:
     """transformers' block, without parameters: `_served` gives it the tensors of a call."""
     from transformers import Qwen3MoeConfig
@@ -159,6 +176,8 @@ RIVALS = {
         _plain(EAGER, _served, prepare=partial(_block, "eager"), available=_has_transformers, graph=False),
         _plain("torch._grouped_mm", partial(_around, _grouped_mm), available=_has_grouped_mm),
         _plain("torch.mm_loop", _loop, graph=False),
+        # It reads back how many tiles there are.
+        Rival("liger", _liger, directions=DIRECTIONS, available=_liger_available, graph=False),
     )
 }
 

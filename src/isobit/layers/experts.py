@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobit.frame.composed import validated
+from isobit.frame.contract import ContractError, describe
 from isobit.ops.combine import combine, spread
 from isobit.ops.det_grouped_linear import det_grouped_linear
 from isobit.ops.route import expert_rows
@@ -26,12 +28,29 @@ def experts_forward(
     gated: Callable[[Tensor], Tensor], gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [tokens, D], experts and weights [tokens, k], gate_up [E, 2 F, D], down [E, D, F] -> [tokens, D].
-    `gated` makes F columns of the 2 F between the products."""
+    `gated` makes F columns of the 2 F between the products. An expert E is none: that row adds nothing."""
+    _check_numbers(experts, gate_up.shape[0])
     place, offsets = expert_rows(experts, gate_up.shape[0])
     rows = spread(x, place, validate=False)
     inner = gated(det_grouped_linear(rows, gate_up, offsets, gate_up_bias, validate=False))
     y = det_grouped_linear(inner, down, offsets, down_bias, validate=False)
     return combine(y, weights, place, validate=False)
+
+
+def _check_numbers(experts: Tensor, count: int) -> None:
+    """On a CPU, and everywhere with ISOBIT_VALIDATE=1. Without the check, rows of numbers that are no experts
+    add nothing; nothing is read or written out of bounds. A tensor that is traced has no numbers."""
+    if type(experts) is not Tensor or torch.compiler.is_compiling():
+        return
+    if not validated(None, experts.device.type == "cpu"):
+        return
+    wrong = ((experts < 0) | (experts > count)).nonzero()
+    if len(wrong):
+        at = wrong[0].tolist()
+        raise ContractError(
+            f"isobit.nn.DetExperts(top_k_index: {describe(experts)}): must be in [0, {count}], the {count} "
+            f"experts and {count} for none: {at} is {int(experts[tuple(at)])}"
+        )
 
 
 def gated_by(act_fn: Any) -> Callable[[Tensor], Tensor]:
@@ -77,7 +96,9 @@ class DetExperts(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[tokens, D] of [tokens, D], and the experts of each token and their weights, [tokens, k]."""
+        """[tokens, D] of [tokens, D], and the experts of each token and their weights, [tokens, k]. An expert
+        that is the number of experts is none; other numbers are an error on CPU tensors, and everywhere with
+        ISOBIT_VALIDATE=1."""
         gated = gated_by(self.act_fn)
         return experts_forward(
             hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, gated

@@ -38,6 +38,10 @@ PLAIN_FORM = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_
 CLAMPED_FORM = PLAIN_FORM | {"has_bias": True, "is_transposed": True, "is_concatenated": False}
 
 
+#: Said of a module that transformers has marked, and of a config: 5.10 marks no module.
+ON_SEVERAL = "its experts are on several devices (expert parallelism)"
+
+
 class Routing(NamedTuple):
     """How weights become those of a token: divided by their sum or not, if None as `norm_topk_prob` of the
     module says; `narrow`: rounded to the dtype of the logits; `order` as in `isobit.route`."""
@@ -134,7 +138,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 def _unlike(module: Any) -> str | None:
     """Why a module of experts is not one that `experts_forward` computes, or None."""
     if getattr(module, "_is_expert_parallel", False):
-        return "its experts are on several devices (expert parallelism)"
+        return ON_SEVERAL
     clamped = type(module).__name__ in CLAMPED or isinstance(module, DetClampedExperts)
     form, models = (CLAMPED_FORM, "GPT-OSS") if clamped else (PLAIN_FORM, "Mixtral or Qwen3-MoE")
     other = [name for name, wanted in form.items() if getattr(module, name, wanted) is not wanted]
@@ -159,6 +163,40 @@ def routing_of(module: nn.Module) -> Routing:
     return ROUTERS[type(module).__name__]
 
 
+def quantised(module: nn.Module) -> str | None:
+    """Its parameter that holds codes and not numbers, with its kind, or None. Some quantisers change the
+    dtype, others the class of the parameter: its dtype may then be that of the numbers."""
+    for name, parameter in module.named_parameters(recurse=False):
+        kind = type(parameter)
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
+            return f"{name} is {parameter.dtype}"
+        if kind.__module__.partition(".")[0] != "torch":  # DTensor is of torch
+            return f"{name} is a {kind.__module__}.{kind.__qualname__}"
+    return None
+
+
+def _limit(module: nn.Module) -> str | None:
+    """The attribute by which a router, or its experts, takes a limited number of tokens."""
+    for name, value in vars(module).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if "capacity" in name and number and value > 0:
+            return f"{name}={value}"
+    return None
+
+
+def of_capacity(model: nn.Module) -> str | None:
+    """Why a mixture that drops tokens cannot be served, or None. Its modules need not be of a known class:
+    experts that are plain linear layers would otherwise be served, and a trial with a few tokens drops
+    none."""
+    for name, module in model.named_modules():
+        if (limit := _limit(module)) is not None:
+            return (
+                f"its experts have a limited capacity ({name}: {type(module).__name__} with {limit}), so "
+                "which tokens are dropped depends on the batch"
+            )
+    return None
+
+
 def why_not(model: Any) -> str | None:
     """Why a mixture of experts cannot be served as a whole."""
     config = model.config
@@ -167,6 +205,8 @@ def why_not(model: Any) -> str | None:
         return None
     if reason := next(filter(None, map(_unlike, mixtures)), None):
         return reason
+    if getattr(getattr(config, "distributed_config", None), "enable_expert_parallel", False):
+        return ON_SEVERAL
     if getattr(config, "output_router_logits", False):
         return "output_router_logits=True adds a loss that is a function of the batch; set it to False"
     if getattr(config, "router_jitter_noise", 0.0):

@@ -35,6 +35,8 @@ def of_model(model: Any) -> str | None:
         hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
         return f"it is not a transformers.PreTrainedModel{hint}"
     config = model.config
+    if (dropping := experts.of_capacity(model)) is not None:
+        return dropping
     if config.is_encoder_decoder:
         return "it has an encoder in addition to its decoder"
     if config.get_text_config(decoder=True) is not config:
@@ -116,6 +118,8 @@ def of_module(module: nn.Module) -> str | None:
             f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
             "values; isobit.attention takes equal ones"
         )
+    if (codes := experts.quantised(module)) is not None:
+        return f"{type(module).__name__} is quantised ({codes}); load the model with weights in bf16"
     served = nn.Linear | nn.Embedding | experts.DetExperts | experts.DetRouter
     if not isinstance(module, served) and experts.swapped_class(module) is None:
         own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]

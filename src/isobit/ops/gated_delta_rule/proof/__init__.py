@@ -108,6 +108,7 @@ MUTANTS = [
     Mutant(
         "logits of beta", "use_beta_sigmoid_in_kernel", lambda a: a | {"use_beta_sigmoid_in_kernel": True}
     ),
+    Mutant("eigenvalues below 0", "allow_neg_eigval", lambda a: a | {"allow_neg_eigval": True}),
     Mutant("an infinite scale", "scale", lambda a: a | {"scale": float("inf")}),
     Mutant(
         "no bounds at all",

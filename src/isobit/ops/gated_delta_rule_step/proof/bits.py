@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.gated_delta_rule.op import gated_delta_rule
+from isobit.ops.gated_delta_rule.proof.bits import LATER
 from isobit.ops.gated_delta_rule_step.chunks import kept
 from isobit.ops.gated_delta_rule_step.op import gated_delta_rule_step
 from isobit.ops.gated_delta_rule_step.proof.inputs import (
@@ -32,6 +33,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     checks = as_forward(trial, args, whole)
     checks += alone(trial, args, whole, after)
     checks += in_other_company(trial, args, whole, after)
+    checks += later_tokens(trial, args, whole)
     checks += in_pieces(trial, args, whole, after)
     checks += taken_back(trial, args, whole, after)
     checks += prompts(trial, args)
@@ -135,6 +137,21 @@ def in_other_company(trial: Trial, args: Args, whole: Tensor, after: DeltaState)
     for part_of, rest in (("sequences without slots", out[B:]), ("tokens that are not there", out[:, T:])):
         checks.append(same_bits("0:out", rest, torch.zeros_like(rest), f"{part_of} are 0"))
     return checks + same_slots(what, state, after, used(args))
+
+
+def later_tokens(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
+    """Whatever later tokens of the call hold: drafts may be garbage."""
+    T, checks = args["q"].shape[1], []
+    for i, value in enumerate(LATER if T > 1 else ()):
+        n = (1, T - 1)[i % 2]
+        call = dict(args)
+        for name in BY_TOKEN:
+            if args[name] is not None:
+                call[name] = args[name].clone()
+                call[name][:, n:] = value
+        out = stepped(trial, call)[0]
+        checks.append(same_bits("0:out", out[:, :n], whole[:, :n], f"{value} in all tokens from {n} on"))
+    return checks
 
 
 def _spoil(state: DeltaState, slot: int) -> None:
