@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -288,18 +289,62 @@ def replace_everywhere(module: Any, name: str, value: Any) -> None:
             setattr(each, name, value)
 
 
-def without_bodies(llir: str) -> str:
-    """LLVM code whose kernels return at once, with a hash of what they were. The rest of a compilation, half
-    of its time, is about instructions that nobody executes. What a launch needs stays: a kernel's name, its
-    parameters and its attributes. And kernels that differ still have code that differs.
+def without_bodies(code: str) -> str:
+    """A module of Triton or Gluon whose kernel returns at once, and that has no other functions. The rest of
+    a compilation, two thirds of its time, is about instructions that nobody executes. What a launch needs
+    stays: a kernel's name, its parameters and their attributes.
 
-    That LLVM and ptxas take the whole kernels is what the law `compile` is for."""
-    was = hashlib.sha256(llir.encode()).digest()
-    kernels = r"^(define (?:\w+ )*ptx_kernel void [^\n]*\{)\n.*?^\}$"
-    hollow, count = re.subn(kernels, r"\1\n  ret void\n}", llir, flags=re.M | re.S)
-    assert count, "there is no kernel in this code"
-    values = ", ".join(f"i8 {byte}" for byte in was)
-    return f"{hollow}\n@hash_of_bodies = addrspace(1) constant [{len(was)} x i8] [{values}]\n"
+    That Triton, LLVM and ptxas take the whole kernels is what the law `compile` is for."""
+    alone = re.sub(r"^  tt\.func private .*?^  \}\n", "", code, flags=re.M | re.S)
+    hollow, count = re.subn(
+        r"^(  tt\.func public @[^\n]*\{)\n.*?^  \}$", r"\1\n    tt.return\n  }", alone, flags=re.M | re.S
+    )
+    assert count == 1 and hollow.count("tt.func") == 1, "one kernel was expected in this code"
+    return hollow
+
+
+def _hollow_kernels(backend: Any) -> None:
+    """Compile kernels without their bodies. The shared memory that these would have needed is made up from a
+    hash of them and of the options, and the hash is a part of the code. So kernels that differ still have
+    code and memory that differ, and a launcher cannot guess either. Warps are those of the body."""
+    from triton._C.libtriton import ir
+
+    def emptied(module: Any, metadata: dict[str, Any], options: Any) -> Any:
+        code = module.str_nodebug()
+        deciding = replace(options, launch_pdl=False)  # which is about a launch
+        metadata["body"] = hashlib.sha256(f"{code}{deciding}".encode()).digest()
+        # Warps of the other partitions, where a kernel is specialised by warps.
+        metadata["others"] = sum(map(int, re.findall(r"\) num_warps\((\d+)\)", code)))
+        # Tensor maps that a kernel makes itself lie in memory that its launch must bring.
+        metadata["scratch"] = 128 * len(re.findall("make_tensor_descriptor|tensormap_create", code))
+        with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
+            file.write(without_bodies(code))
+            file.flush()
+            hollow = ir.parse_mlir_module(file.name, module.context)
+        hollow.context = module.context
+        return hollow
+
+    to_ttgir, gluon_to_ttgir = backend.make_ttgir, backend.gluon_to_ttgir
+    to_llir = backend.make_llir
+
+    def make_llir(self: Any, module: Any, metadata: dict[str, Any], *rest: Any) -> str:
+        llir = to_llir(self, module, metadata, *rest)
+        body = metadata.pop("body")
+        metadata["num_warps"] += metadata.pop("others")
+        metadata["shared"] = 128 * (1 + body[0])  # up to what every launch may have
+        metadata["global_scratch_size"] = metadata.pop("scratch")
+        values = ", ".join(f"i8 {byte}" for byte in body)
+        return f"{llir}\n@hash_of_body = addrspace(1) constant [{len(body)} x i8] [{values}]\n"
+
+    backend.make_ttgir = staticmethod(
+        lambda module, metadata, options, *rest: to_ttgir(
+            emptied(module, metadata, options), metadata, options, *rest
+        )
+    )
+    backend.gluon_to_ttgir = lambda self, module, metadata, options, *rest: gluon_to_ttgir(
+        self, emptied(module, metadata, options), metadata, options, *rest
+    )
+    backend.make_llir = make_llir
 
 
 def _install(folder: str) -> None:
@@ -307,8 +352,7 @@ def _install(folder: str) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # apart from what GPUs use
     os.environ["TRITON_LIBCUDA_PATH"] = folder
-    # Nothing is computed: code that LLVM does not optimise is compiled sooner, and launched the same way.
-    os.environ["DISABLE_LLVM_OPT"] = "1"
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # or code would differ with the names of temporary files
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real one, if there is one, is left alone
     library = ctypes.CDLL(str(Path(folder) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     library.stub_launch.restype = ctypes.POINTER(_Launch)
@@ -324,8 +368,7 @@ def _install(folder: str) -> None:
 
     import isobit.frame.device
 
-    make_ptx: Any = CUDABackend.make_ptx
-    CUDABackend.make_ptx = lambda self, llir, *more: make_ptx(self, without_bodies(llir), *more)
+    _hollow_kernels(CUDABackend)
 
     cuda = CudaDriver()
     cuda.get_current_device = lambda: 0

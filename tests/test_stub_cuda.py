@@ -274,18 +274,16 @@ def test_the_same_launch_has_the_same_log(logs: dict[str, list[Launch]]) -> None
 
 
 @pytest.mark.parametrize(
-    ("changed", "place"),
+    ("changed", "places"),
     [("grid", "grid"), ("stream", "stream"), ("out", "params[0]"), ("n", "params[1]"), ("wide", "params[2]"),
-     ("x", "params[3]"), ("constant", "code"), ("dependent", "attributes")],
+     ("x", "params[3]"), ("constant", "code shared"), ("dependent", "attributes"),
+     ("warps", "code block shared")],
 )  # fmt: skip
 def test_a_difference_is_seen_where_it_is_and_nowhere_else(
-    logs: dict[str, list[Launch]], changed: str, place: str
+    logs: dict[str, list[Launch]], changed: str, places: str
 ) -> None:
-    assert list(differences(logs["plain"], logs[changed])) == [f"0.{place}"]
-
-
-def test_other_warps_are_other_code_in_another_block(logs: dict[str, list[Launch]]) -> None:
-    assert {"0.code", "0.block"} <= set(differences(logs["plain"], logs["warps"]))
+    """Shared memory stands for what only the compiled kernel says: it is another for other code."""
+    assert list(differences(logs["plain"], logs[changed])) == [f"0.{place}" for place in places.split()]
 
 
 def test_a_launch_more_is_seen(logs: dict[str, list[Launch]]) -> None:
