@@ -1,5 +1,5 @@
 """`linear_policy_loss` with a vocabulary that ranks share: what is refused, on every rank; no rows; and a bad
-sum over ranks, which its law must notice. `test_linear_logp_ranks.py` has processes."""
+sum over ranks, which its law must notice. `test_parallel.py` has processes."""
 
 from typing import Any
 

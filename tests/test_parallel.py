@@ -1,5 +1,6 @@
-"""Layers and a model that several processes share have the bits of one, and a call that cannot be made is an
-error on every rank. `ranks_on_cpus.py` runs them over gloo; one run serves all tests of processes here."""
+"""Layers, models and vocabularies that several processes share have the bits of one, and a call that cannot
+be made is an error on every rank. `ranks_on_cpus.py` runs them over gloo; one run serves all tests of
+processes here."""
 
 import json
 import os
@@ -39,7 +40,7 @@ def test_processes_have_the_bits_of_one(processes: Any, ranks: int) -> None:
     found = processes[str(ranks)]
     assert len(found) == ranks
     for rank in found:
-        assert len(rank) == (28 if ranks == 4 else 30)
+        assert len(rank) == (35 if ranks == 4 else 39)
         assert [name for name, same in rank.items() if same is not True] == ["refusals"]
 
 
@@ -62,7 +63,13 @@ REFUSALS = {
     "another mesh": "is on another mesh than the ranks of group",
     "a plain shard": "isobit.parallel.column_linear and row_linear take the shard of a rank",
     "no group": "must be a ProcessGroup of torch.distributed",
-    "few heads": "num_key_value_heads=1 cannot be divided among 4 ranks",
+    "another temperature": "do not make the same call: rank 0: linear_logp: ",
+    "other tokens": "bits of token_ids: ",
+    "a gradient of one": "gradient=False, computed by model-8x4",
+    "rows of one": "a rank of 4 has 32 rows of a vocabulary padded to 128, from row ",
+    "another temperature of logp": "do not make the same call: rank 0: logp: ",
+    "logits cut by rows": "must be cut by columns",
+    "few heads": "num_key_value_heads=1 cannot be divided among 2 ranks",
     "cut already": "ranks share its layers already; call zero_drift without tp",
     "norms of heads": "whose gradient is a sum over ranks: give zero_drift the whole model, with tp=mesh",
     "cut by torch's styles": "or with DetColwise and DetRowwise of isobit.parallel",
@@ -77,14 +84,17 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_call_that_cannot_be_made_is_an_error_on_every_rank(processes: Any, case: str) -> None:
-    assert processes["4"][0]["refusals"].keys() == REFUSALS.keys()
-    for rank in processes["4"]:
+    where = {case: ranks for ranks in ("2", "4") for case in processes[ranks][0]["refusals"]}
+    assert where.keys() == REFUSALS.keys()
+    for rank in processes[where[case]]:
         said = rank["refusals"][case]
         assert REFUSALS[case] in said and (REFUSALS[case] or "do not make the same call" in said)
 
 
-def test_others_do_not_wait_for_a_rank_that_has_died(processes: Any) -> None:
-    for rank in processes["a death"]:
+@pytest.mark.parametrize("when", ["row_linear", "linear_logp"])
+def test_others_do_not_wait_for_a_rank_that_has_died(processes: Any, when: str) -> None:
+    """Before a call, or between a forward and its backward."""
+    for rank in processes[f"a death in {when}"]:
         assert rank["seconds"] < 10
         assert "Another rank has ended" in rank["said"] and "time-out of 60 s" in rank["said"]
 
