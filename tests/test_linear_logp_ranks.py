@@ -58,6 +58,51 @@ def test_bounds_of_splits_cover_the_tokens_once() -> None:
             assert moved == [(a, b) for a, b in whole.split_bounds() if a < b]
 
 
+MEMORY = """
+import torch
+import isobit
+from isobit.check.laws.system import peak_extra_bytes
+from isobit.ranks import Group
+
+class OneOf(Group):
+    # A rank whose others send what it sends: the bits are wrong, and the bytes are right.
+    rank = 0
+    def __init__(self, size): self.size = size
+    def all_gather(self, t): return torch.stack([t] * self.size)
+    def all_to_all(self, t): return t.clone()
+    def __hash__(self): return id(self)
+    def __eq__(self, other): return self is other
+
+torch.set_num_threads(1)
+N, D, COLUMNS = 32, 1024, 256
+for ranks in (2, 8):
+    V = ranks * COLUMNS
+    gen = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=gen).bfloat16().requires_grad_()
+    weight = torch.randn(COLUMNS, D, generator=gen).bfloat16().requires_grad_()
+    group, ids = OneOf(ranks), torch.arange(N)
+
+    def call():
+        logp = isobit.linear_logp(hidden, weight, ids, vocab_size=V, group=group, backend="triton-8x4")
+        return torch.autograd.grad(logp.sum(), (hidden, weight))
+
+    print(peak_extra_bytes(call, torch.device("cpu")))
+"""
+
+
+def test_a_rank_has_memory_for_its_own_shard_only() -> None:
+    """Beyond results: sums of dhidden in fp32 that wait in the tree, as many as its shards need, one more and
+    what is sent of it in 16 bits while they are exchanged; the states of all ranks; some small things.
+    Nothing is as large as the weight of all ranks, or as their logits."""
+    N, D, columns, states = 32, 1024, 256, 4 * (96 + 8) * 128
+    found = map(int, in_interpreter(MEMORY).split())
+    for ranks, bytes_ in zip((2, 8), found, strict=True):
+        waiting = (8 // ranks).bit_length()
+        allowed = 4 * N * D * (waiting + 1.75) + 2 * states + 16 * 1024
+        assert 4 * N * D * waiting < bytes_ < allowed
+    assert allowed < 2 * ranks * columns * D / 4  # of the last: the whole weight would be beyond it
+
+
 def test_megatrons_formula_is_hardly_closer_to_the_truth() -> None:
     """From the same fp32 logits, on 2 and 8 ranks. In fp32, errors are of the size of one rounding."""
     args = tensors()
