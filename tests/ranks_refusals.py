@@ -69,6 +69,12 @@ def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
         "not said": told(lambda: isobit.det_linear(x, rows, numerics="tree8")),
         "another mesh": told(lambda: isobit.det_linear(x, rows, numerics="tree8", group=flat["tp"])),
         "a plain shard": told(lambda: isobit.det_linear(x, columns, numerics="tree8", group=mesh)),
+        "x not cut": told(lambda: row_linear(x, part[1], group=group)),
+        "words": told(lambda: column_linear(x, columns, group=group, parts="qkv")),  # type: ignore[arg-type]
+        "a dimension by name": told(
+            lambda: row_linear(*part, group=group, sequence_dim="tokens")),  # type: ignore[arg-type]
+        "no tensor": told(lambda: column_linear(x, None, group=group)),  # type: ignore[arg-type]
+        "another dtype of x": told(lambda: column_linear(x.half(), columns, group=group)),
         "no group": told(lambda: column_linear(x, columns, group=7)),
     }  # fmt: skip
 
@@ -87,6 +93,7 @@ def of_vocabularies(rank: int, mesh: DeviceMesh) -> dict[str, str]:
         "another temperature": head(temperature=1.0 + rank),
         "other tokens": head(ids=ids + other),
         "a gradient of one": head(hidden.clone().requires_grad_(not other)),
+        "all rows": head(own=drawn(2, 128, K) if other else own, padded_vocab=128, vocab_size=128),
         "rows of one": head(own=own[other:], padded_vocab=128, vocab_size=128),
         "another temperature of logp": told(lambda: isobit.logp(z, ids, temperature=1.0 + rank, group=group)),
         "logits cut by rows": told(lambda: isobit.logp(by_rows, ids)),
