@@ -136,7 +136,7 @@ def test_the_shapes_of_the_goals_are_declared_and_each_goal_has_a_core_cell() ->
         for one in (forward, bias, train, train_bias, frozen, kept)
         for case in one.core
         for row in rows(one.name, tuple(case.dims.values()), isobit=1, bare_gemm=1, verl=1,
-                        **{"isobit:no bias": 1})
+                        **{"isobit:no bias": 1, "isobit:hopper-8x4": 1})
     ]  # fmt: skip
     left = {e["what"] for e in summary(timed, rivals.BASELINE, GOALS) if not e["cells"]}
     # Goals for single shapes, which are not among the core ones.

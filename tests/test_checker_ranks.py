@@ -13,6 +13,7 @@ from isobit.numerics import chain
 from isobit.ops.det_gemm import model, model_tree, sharded
 from isobit.ops.rms_norm import sharded as rms_sharded
 from isobit.ranks import ordered
+from isobit.spec.proofs import proofs
 
 CASE = "B=8 T=2 K=64 N=32 fp32 bias=own operand=fp16 out=fp32"
 
@@ -108,3 +109,19 @@ def test_a_norm_with_other_rows_in_its_gradient_fails(bad: Any, monkeypatch: pyt
 def test_a_bad_sum_over_ranks_breaks_no_other_law(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered, "fold", _ring)
     assert cell(law="invariant", case="M=130 K=200 N=104 fp16 bias=own out=fp32").status == OK
+
+
+#: By op, what its functions of ranks do not take.
+NOT_OF_RANKS = {"rms_norm": {"residual"}}
+
+
+def test_every_option_that_is_declared_is_in_a_case_of_ranks() -> None:
+    seen = set()
+    for name, proof in proofs().items():
+        for own in (proof.of(backend.name) for backend in proof.op.backends):
+            if own.shards:
+                declared = {option for case in (*own.cases, *own.agree_cases) for option in case.options}
+                of_ranks = {option for case in own.shard_cases for option in case.options}
+                assert declared - of_ranks <= NOT_OF_RANKS.get(name, set()), name
+                seen.add(name)
+    assert seen == {"det_linear", "linear_logp", "linear_policy_loss", "logp", "rms_norm"}

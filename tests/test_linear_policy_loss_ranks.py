@@ -1,5 +1,5 @@
 """`linear_policy_loss` with a vocabulary that ranks share: what is refused, on every rank; no rows; and a bad
-sum over ranks, which its law must notice. `test_linear_logp_ranks.py` has processes."""
+sum over ranks, which its law must notice. `test_parallel.py` has processes."""
 
 from typing import Any
 
@@ -97,7 +97,10 @@ def test_a_ring_in_16_bits_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> Non
         return added
 
     monkeypatch.setattr(sharded, "ordered_sum", ring)
-    case, device = "B=4 T=11 D=16 V=130 fp16 random entropy=True each=True", torch.device("cpu")
+    case, device = (
+        "B=4 T=11 D=16 V=130 fp16 random entropy=True each=True workspace_bytes=1",
+        torch.device("cpu"),
+    )
     request = Request(
         ops=("linear_policy_loss",), backends=("model-8x4",), laws=("parallel",), device=device, case=case
     )

@@ -92,7 +92,8 @@ def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> No
         ("ranks/fold.py", "sums[::2], sums[1::2]", "sums[1::2], sums[::2]", {"det_gemm", "linear_logp"}),
         ("ranks/agreement.py", "_SHOWN = 1024", "_SHOWN = 256", set()),
         ("ops/det_gemm/dtensors.py", "Shard(y.ndim - 1)", "Shard(0)", {"det_gemm"}),
-        ("ops/linear_logp/sharded.py", "// self.group.size", "- self.group.size", {"linear_logp"}),
+        ("ranks/vocabulary.py", "// self.group.size", "- self.group.size", {"linear_logp", "logp"}),
+        ("ops/linear_logp/sharded.py", "all_gather(own)", "all_gather(2 * own)", {"linear_logp"}),
         ("ops/linear_logp/model_shards.py", "def ", "MORE = 1\n\n\ndef ", {"linear_logp"}),
     ],
 )

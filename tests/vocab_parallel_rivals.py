@@ -5,6 +5,7 @@ accuracy."""
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,6 +35,19 @@ def entropy_of_ranks(shards: list[Tensor]) -> Tensor:
     mean = sum((e / total[:, None] * z).sum(-1) for e, z in zip(exps, shards, strict=True))
     made: Tensor = top + torch.as_tensor(total).log() - mean
     return made
+
+
+def gathered(hidden: Tensor, head: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """logp and entropy [N] as verl's test of tensor parallelism computes them, in fp32: every rank has its
+    logits from its rows of the head and gathers those of the others, without gradients to them. The gradient
+    of hidden states is then that of this rank's logits, to be summed over ranks."""
+    own = hidden.float() @ head.float().t() / temperature
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own.detach())
+    parts[dist.get_rank()] = own
+    z = torch.cat(parts, -1)
+    entropy = z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)
+    return -F.cross_entropy(z, ids, reduction="none"), entropy
 
 
 def loss_parallel(logits: Tensor, mesh: Any, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,5 +50,7 @@ GOALS = (
          _shape("linear_logp_frozen", lambda n: n["D"] >= 2048), mean=0.303),
     Goal("logp and all gradients, probabilities kept, D >= 2048",
          _shape("linear_logp_kept", lambda n: n["D"] >= 2048), mean=0.2985),
+    Goal("logp in class lse/8x4, next to lse/1", _shape("linear_logp", _usual), most=1.06, against="isobit",
+         impl="isobit:hopper-8x4"),
     Goal("time, by what the model expects of the tile", _shape(_FORWARD), most=1.25, against=prediction()),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from isobit.frame.contract import ContractError
 from isobit.layers.classes import check_class, check_k
 from isobit.layers.linear import DetLinear, Swap, swap_linear
 from isobit.numerics import CHAIN16, LEAVES, TREE8, Numerics
-from isobit.ops.det_gemm.sharded import in_ranks
+from isobit.ops.det_gemm.sharded import in_ranks, sizes_of
 from isobit.ranks import agree, as_group, shown
 
 
@@ -155,7 +155,7 @@ class DetColwise(_Style):
         numerics: str | Numerics | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sequence_dim=sequence_dim, numerics=numerics)
-        self.parts = None if parts is None else tuple(parts)
+        self.parts = sizes_of(type(self).__name__, parts)
 
 
 class DetRowwise(_Style):

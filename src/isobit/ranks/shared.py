@@ -5,6 +5,8 @@ own, and gathers the weight around a forward. So a DTensor alone says nothing. A
 have an input that is a DTensor on the mesh of the weight: then every rank of the mesh has the same tokens.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from isobit.frame.contract import ContractError, describe, is_dtensor
@@ -42,10 +44,19 @@ def local_part(what: str, name: str, t: Any, mesh: Any, wanted: Any) -> Any:
         raise dtensor_error(what, name, t, "must be on the mesh of the weight")
     if tuple(t.placements) != (wanted,):
         raise dtensor_error(
-            what, name, t, f"is placed {t.placements[0]}; with this weight it must be {wanted}"
+            what, name, t, f"is placed {t.placements[0]!r}; with this weight it must be {wanted!r}"
         )
     return t.to_local(grad_placements=[wanted])
 
 
 def dtensor_error(what: str, name: str, t: Any, rule: str) -> ContractError:
     return ContractError(f"{what}({name}: DTensor {describe(t)}): {rule}")
+
+
+@contextmanager
+def under_the_name(what: str, part: str) -> Iterator[None]:
+    """Errors of an op that is a part of a function, under the name that the user has called."""
+    try:
+        yield
+    except ContractError as error:
+        raise type(error)(str(error).replace(f"{part}(", f"{what}(", 1)) from None

@@ -20,6 +20,22 @@ def padded(V: int) -> int:
     return -(-V // PADDED_TO) * PADDED_TO
 
 
+def misfit(V: int, P: int, shard: int, shards: int, given: int, unit: str) -> str | None:
+    """What is wrong with a rank that has so many rows of a weight, or columns of logits (the `unit`), of
+    `shards` shards from `shard` on; behind the last token they may be missing. None if they fit."""
+    whole, first, ranks = shards * P // SHARDS, shard * P // SHARDS, SHARDS // shards
+    if min(max(V - first, 1), whole) <= given <= whole:
+        return None
+    advice = f"pad the LM head to {P} rows before it is cut"
+    if given >= V and ranks > 1:
+        dim = ", -1" if unit == "column" else ""
+        advice = f"these are all {unit}s: a rank takes its own, .tensor_split({ranks}{dim})[rank]"
+    elif given * ranks >= V and given * ranks % PADDED_TO == 0:
+        advice = f"padded_vocab={given * ranks} would fit them; or {advice}"
+    own = f"{whole} {unit}s of a vocabulary padded to {P}, from {unit} {first} on"
+    return f"a rank of {ranks} has {own}, not {given}: {advice}"
+
+
 @dataclass(frozen=True)
 class Shards:
     """The shards of a vocabulary that are here: `count` of them from `first` on."""

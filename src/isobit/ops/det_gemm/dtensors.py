@@ -74,10 +74,10 @@ def _cut(weight: Any, group: Group) -> tuple[Any, Any]:
     _, _, Shard = _kinds()
     (placement,) = weight.placements
     if type(placement) is not Shard or placement.dim not in (0, 1):
-        raise _error("weight", weight, f"is placed {placement}; must be Shard(0), Shard(1) or Replicate()")
+        raise _error("weight", weight, f"is placed {placement!r}; must be Shard(0), Shard(1) or Replicate()")
     size = weight.shape[placement.dim]
     if size % group.size:
-        raise _error("weight", weight, f"{placement} cuts {size} over {group.size} ranks unevenly")
+        raise _error("weight", weight, f"{placement!r} cuts {size} over {group.size} ranks unevenly")
     return weight.device_mesh, placement
 
 

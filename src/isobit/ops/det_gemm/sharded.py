@@ -25,7 +25,7 @@ from isobit.frame.contract import ContractError, describe
 from isobit.frame.op import OPS
 from isobit.numerics import CHAIN16, LEAVES, TREE8, Numerics
 from isobit.ops.det_gemm.calls import rows
-from isobit.ranks import Group, agree, gather_rows, ordered_scatter, ordered_sum, shown
+from isobit.ranks import Group, agree, gather_rows, ordered_scatter, ordered_sum, shown, under_the_name
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ def in_parts(t: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
 def _call(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """The call in words: what must be the same on all ranks. Which gradients there are decides what a
     backward exchanges: a sum for x, and all tokens of x for those of weight and bias."""
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(t, Tensor) and not (name == "bias" and t is None):
+            raise ContractError(f"{layer.what}({name}: {type(t).__name__}): must be a tensor")
     tensors = [f"{n}: {describe(t)}" for n, t in (("x", x), ("weight", weight), ("bias", bias))]
     options = [
         f"{name}={shown(value)}"
@@ -112,7 +115,13 @@ def _check(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
         )
     if dim is not None and not 0 <= dim < x.ndim - 1:
         raise ContractError(
-            f"{what}(sequence_dim: {dim}): must be one of the {x.ndim - 1} dimensions of x before the last"
+            f"{what}(sequence_dim: {dim}): must be one of the {x.ndim - 1} dimensions of x before the last, "
+            "counted from 0"
+        )
+    if layer.kind == "row" and x.shape[-1] != weight.shape[1]:
+        raise ContractError(
+            f"{what}(x: {describe(x)}, weight: {describe(weight)}): must have the same columns of K, those "
+            "of this rank: x.chunk(ranks, -1)[rank] and weight.chunk(ranks, 1)[rank] of the whole tensors"
         )
     if dim is not None and layer.kind == "row" and x.shape[dim] % group.size:
         raise ContractError(
@@ -148,10 +157,11 @@ def _check(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
             )
     linear = OPS["det_linear"]
     options = {"operand_dtype": layer.operand_dtype, "out_dtype": layer.out_dtype}
-    served = linear.explain(
-        x=x, weight=weight, bias=bias, **options, numerics=layer.numerics if layer.kind == "column" else None,
-        backend=layer.backend if layer.kind == "column" else None,
-    )  # fmt: skip
+    own = {"numerics": layer.numerics, "backend": layer.backend}
+    if layer.kind == "row":  # y is made by another op
+        own = dict.fromkeys(own)
+    with under_the_name(what, "det_linear"):
+        served = linear.explain(x=x, weight=weight, bias=bias, **options, **own)
     return f"numerics class {served.numerics}"
 
 
@@ -275,12 +285,23 @@ def device_of(weight: Any) -> torch.device:
     return weight.device if isinstance(weight, Tensor) else torch.device("cpu")
 
 
+def sizes_of(what: str, parts: Any) -> tuple[int, ...] | None:
+    """The parts of a fused weight, as a user gives them."""
+    if parts is None:
+        return None
+    if not isinstance(parts, Sequence) or not all(type(part) is int and part > 0 for part in parts):
+        raise ContractError(f"{what}(parts: {parts!r}): must be numbers of columns, such as (1024, 256, 256)")
+    return tuple(parts)
+
+
 def layer_of(
     kind: Literal["column", "row"], group: Group, *, parts: Sequence[int] | None = None,
     sequence_dim: int | None = None, operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None, numerics: str | Numerics | None = None, backend: str | None = None,
 ) -> Layer:  # fmt: skip
+    if sequence_dim is not None and type(sequence_dim) is not int:
+        raise ContractError(f"{kind}_linear(sequence_dim: {sequence_dim!r}): must be a number, or None")
     return Layer(
-        kind, group, None if parts is None else tuple(parts), sequence_dim,
-        operand_dtype, out_dtype, None if numerics is None else str(numerics), backend,
+        kind, group, sizes_of(f"{kind}_linear", parts), sequence_dim, operand_dtype, out_dtype,
+        None if numerics is None else str(numerics), backend,
     )  # fmt: skip

@@ -300,14 +300,14 @@ _CORE_TRAINED = [case for case in _cases(TRAINED) if case.dims["N"] in (300, 777
 SERIES: Sequence[Series] = (
     _series(
         "linear_logp", (), _rivals(*_OTHERS), CASES + _cases([*FEW_ROWS, LONG]) + _UNEVEN,
-        _CORE + _cases(_CORE_FEW) + _UNEVEN, also={"triton": _CORE}, predict=predict,
+        _CORE + _cases(_CORE_FEW) + _UNEVEN, also={"triton": _CORE, "hopper-8x4": CASES}, predict=predict,
         about="log-probabilities, without gradients",
     ),
     _bias_series("linear_logp_bias", (), _BIASED[:2], variants={"no bias": without_bias}, predict=predict,
         about="the same with a bias"),
     _series(
         "linear_logp_train", _BOTH, _rivals(*_OTHERS, _EXACT), CASES + _cases([*TRAINED, LONG]) + _UNEVEN,
-        _CORE + _UNEVEN + _CORE_TRAINED, also={"triton": _CORE},
+        _CORE + _UNEVEN + _CORE_TRAINED, also={"triton": _CORE, "hopper-8x4": _CORE},
         about="with the gradients of hidden states and weight",
     ),
     _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[::2], about="and that of a bias"),

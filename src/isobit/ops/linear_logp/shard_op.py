@@ -8,7 +8,7 @@ from torch import Tensor
 from isobit.frame.contract import F32, Contract
 from isobit.frame.op import op
 from isobit.kernels.host import tokens
-from isobit.kernels.host.vocab_shards import SHARDS, SPLITS_PER_SHARD
+from isobit.kernels.host.vocab_shards import SPLITS_PER_SHARD, misfit
 from isobit.ops.linear_logp.op import ROW_RULES, SHARDED, forward, padding
 
 _ROWS = ("hidden", "weight", "token_ids", "bias", "mask", "ignore_index", "temperature", "softcap")
@@ -55,18 +55,10 @@ def merged(
 
 def _rows_here(contract: Contract, args: dict[str, Any]) -> None:
     """The weight has the rows of whole shards; behind the last token they may be missing."""
-    V, P, count = args["vocab_size"], args["padded_vocab"], args["shards"]
+    V, P = args["vocab_size"], args["padded_vocab"]
     padding(contract, args, V)
-    whole, first = count * P // SHARDS, args["shard"] * P // SHARDS
-    rows, least = len(args["weight"]), min(max(V - first, 1), whole)
-    if not least <= rows <= whole:
-        ranks = SHARDS // count
-        fits = -(-rows * ranks // 64) * 64
-        works = f"padded_vocab={fits} would, " if fits >= V and fits == rows * ranks else ""
-        rule = (
-            f"a rank of {ranks} has {whole} rows of a vocabulary padded to {P}, from row {first} on; "
-            f"{rows} do not fit: {works}or pad the weight to {P} rows before it is cut"
-        )
+    rule = misfit(V, P, args["shard"], args["shards"], len(args["weight"]), "row")
+    if rule is not None:
         raise contract.error("weight", args["weight"], rule)
 
 

@@ -10,7 +10,7 @@ So the bits do not depend on the number of ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,44 +21,23 @@ from torch.autograd.function import once_differentiable
 from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, describe, is_dtensor
-from isobit.kernels.host.tokens import live_rows
-from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.linear_logp import shard_op
 from isobit.ops.linear_logp.op import backward, forward
 from isobit.ranks import (
-    Group,
-    agree,
-    bits,
+    Call,
+    OfVocabulary,
     dtensor_error,
     local_part,
     ordered_sum,
     ranks_that_share,
-    reads_values,
     shown,
 )
 
 _OPTIONS = ("ignore_index", "temperature", "softcap", "logit_scale", "logits_dtype")
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a rank that satisfies the contract."""
-
-    group: Group
-    args: dict[str, Any]  # of `linear_logp`, with the vocabulary of all ranks
-    backend: str
-
-    @property
-    def here(self) -> dict[str, int]:
-        """Which shards this rank has."""
-        count = SHARDS // self.group.size
-        return {"shard": self.group.rank * count, "shards": count}
-
-    @property
-    def heads(self) -> dict[str, Any]:
-        return {
-            name: self.args[name] for name in ("vocab_size", "padded_vocab", "workspace_bytes", *_OPTIONS)
-        }
+#: What the parts of a call take in addition to its tensors.
+_HEAD = ("vocab_size", "padded_vocab", "workspace_bytes", *_OPTIONS)
 
 
 def _said(what: str, args: dict[str, Any]) -> str:
@@ -80,7 +59,7 @@ class _Sharded(torch.autograd.Function):
         args, rows = call.args, {name: call.args[name] for name in ("token_ids", "mask")}
         flags = {name: args[name] for name in ("return_entropy", "return_lse")}
         own = shard_op.states(
-            hidden=hidden, weight=weight, bias=bias, **rows, **call.heads, **call.here,
+            hidden=hidden, weight=weight, bias=bias, **rows, **call.given(*_HEAD), **call.here,
             return_entropy=args["return_entropy"], backend=call.backend, validate=False,
         )  # fmt: skip
         every = call.group.all_gather(own)
@@ -105,7 +84,7 @@ class _Sharded(torch.autograd.Function):
         given = {name: call.args[name] for name in ("token_ids", "mask")}
         of_outputs = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=True))
         dhidden, dweight, dbias = backward(
-            hidden=hidden, weight=weight, bias=bias, **given, **call.heads, **call.here, stats=stats,
+            hidden=hidden, weight=weight, bias=bias, **given, **call.given(*_HEAD), **call.here, stats=stats,
             entropy=entropy, kept=None, kept_base=None, **of_outputs, want_hidden=want_hidden,
             want_weight=want_weight, want_bias=want_bias, grad_dtype=None, dhidden_dtype=torch.float32,
             backend=call.backend, validate=False,
@@ -125,30 +104,10 @@ def call_of(
     """The call of a rank, which all ranks agree to make: `given` are arguments of `linear_logp`. A function
     `what` that is made of it says by `more` and `values` what else must be the same, and checks more of its
     own arguments by `also`, which gets those of this rank's part of the vocabulary."""
-    hidden, weight, validate = given["hidden"], given["weight"], given["validate"]
-    own = ranks_that_share(what, "weight", weight, hidden, group)
-    args = {name: value for name, value in given.items() if name != "validate"}
-    checked: list[Call] = []
-
-    def call() -> str:
-        args.update(_local(what, given))
-        args.update(_vocabulary(args, own.size))
-        return _said(what, args) + more()
-
-    def check() -> str:
-        also(args)
-        checked.append(_check(what, own, args, validate))
-        return checked[0].backend
-
+    hidden = given["hidden"]
+    own = ranks_that_share(what, "weight", given["weight"], hidden, group)
     device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
-    agree(own, call, check, device, validate, values=lambda: _bits(args) | values(), each_time=True)
-    return checked[0]
-
-
-def _bits(args: dict[str, Any]) -> dict[str, str]:
-    """Of what every rank has: a rank with other tokens would merge states of other rows."""
-    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
-    return bits({name: args[name] for name in ("token_ids", "hidden", "temperature")}, live)
+    return _function(what, more).call_of(own, given, device, also, values)
 
 
 def rows_of(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -169,40 +128,30 @@ def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Te
 linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside this call")
 
 
-def _check(what: str, group: Group, given: dict[str, Any], validate: bool | None) -> Call:
-    """The call, if it satisfies the contract on this rank. Exchanges nothing."""
-    args = {name: value for name, value in given.items() if name not in ("numerics", "backend")}
-    served = _explained(group, given)
-    if served.backend is None:
-        raise ContractError(f"{what}: no backend can serve this call with a group: {served}")
-    each = args["temperature"]
-    if isinstance(each, Tensor) and each.requires_grad:
-        raise forward.contract.error("temperature", each, "no gradient goes to it; detach() it")
-    if reads_values(validate, args["hidden"].device):
-        for rule in forward.value_rules:
-            rule(forward.contract, args)
-    return Call(group, args, served.backend)
-
-
-def _explained(group: Group, given: dict[str, Any]) -> Explanation:
-    call, names = Call(group, given, ""), ("hidden", "weight", "token_ids", "bias", "mask")
-    rows = {name: given[name] for name in (*names, "return_entropy", "numerics", "backend")}
-    return shard_op.states.explain(**rows, **call.heads, **call.here)
+def _explain(call: Call, controls: dict[str, Any]) -> Explanation:
+    rows = call.given("hidden", "weight", "token_ids", "bias", "mask", "return_entropy", *_HEAD)
+    return shard_op.states.explain(**rows, **call.here, **controls)
 
 
 def explained(given: dict[str, Any], what: str = "linear_logp") -> Explanation:
     """What serves a call with a group on this rank. Exchanges nothing."""
     own = ranks_that_share(what, "weight", given["weight"], given["hidden"], given["group"])
-    args = given | _local(what, given)
-    return _explained(own, args | _vocabulary(args, own.size))
+    return _function(what).explained(own, given)
 
 
-def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
-    """The tokens of all ranks, and the padded vocabulary."""
-    V, P = given["vocab_size"], given["padded_vocab"]
-    if V is None:
-        V = ranks * getattr(given["weight"], "shape", (1,))[0]
-    return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
+def _check_values(args: dict[str, Any]) -> None:
+    for rule in forward.value_rules:
+        rule(forward.contract, args)
+
+
+def _function(what: str, more: Callable[[], str] = str) -> OfVocabulary:
+    """`linear_logp`, or a function that is made of it."""
+    return OfVocabulary(
+        what, "linear_logp_states", _explain, partial(_local, what),
+        tokens_here=lambda given: getattr(given["weight"], "shape", (1,))[0],
+        said=lambda args: _said(what, args) + more(), alike=("token_ids", "hidden", "temperature"),
+        check_values=_check_values,
+    )  # fmt: skip
 
 
 def _local(what: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from isobit.frame.contract import F32, Contract, Like
 from isobit.frame.op import op
 from isobit.kernels.host import tokens
-from isobit.kernels.host.vocab_shards import PADDED_TO, SHARDS
+from isobit.kernels.host.vocab_shards import misfit
 from isobit.ops.logp.op import SHARDED, forward, padding
 
 
@@ -69,18 +69,10 @@ def backward(
 
 def _columns_here(contract: Contract, args: dict[str, Any]) -> None:
     """The logits are the columns of whole shards; behind the last token they may be missing."""
-    V, P, count = args["vocab"], args["padded_vocab"], args["shards"]
+    V, P = args["vocab"], args["padded_vocab"]
     padding(contract, args, V)
-    whole, first = count * P // SHARDS, args["shard"] * P // SHARDS
-    columns, least = args["logits"].shape[-1], min(max(V - first, 1), whole)
-    if not least <= columns <= whole:
-        ranks = SHARDS // count
-        all_columns = columns * ranks
-        works = f"padded_vocab={all_columns} would fit them, " if all_columns % PADDED_TO == 0 else ""
-        rule = (
-            f"a rank of {ranks} has {whole} columns of a vocabulary padded to {P}, from column {first} on, "
-            f"not {columns}: {works}or pad the LM head to {P} rows before it is cut"
-        )
+    rule = misfit(V, P, args["shard"], args["shards"], args["logits"].shape[-1], "column")
+    if rule is not None:
         raise contract.error("logits", args["logits"], rule)
 
 

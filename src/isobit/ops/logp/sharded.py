@@ -7,7 +7,6 @@
 So the bits do not depend on the number of ranks.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,45 +17,31 @@ from isobit.frame.backend import Explanation
 from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, is_dtensor
 from isobit.kernels.host import tokens
-from isobit.kernels.host.vocab_shards import SHARDS, padded
+from isobit.kernels.host.vocab_shards import SHARDS
 from isobit.ops.logp import shard_op
 from isobit.ops.logp.op import forward
-from isobit.ranks import Group, agree, bits, ranks_that_share, reads_values, shown
+from isobit.ranks import Call, OfVocabulary, ranks_that_share, shown
 
 _ROWS = ("token_ids", "mask", "ignore_index", "temperature")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of a rank that satisfies the contract."""
-
-    group: Group
-    args: dict[str, Any]  # of `logp`, with the vocabulary of all ranks
-    backend: str
-
-    @property
-    def here(self) -> dict[str, int]:
-        """Which shards this rank has."""
-        count = SHARDS // self.group.size
-        return {"vocab": self.args["vocab_size"], "shard": self.group.rank * count, "shards": count}
-
-    def given(self, *names: str) -> dict[str, Any]:
-        return {name: self.args[name] for name in (*_ROWS, *names)}
+def _shards(call: Call) -> dict[str, int]:
+    return call.here | {"vocab": call.args["vocab_size"]}
 
 
 class _Sharded(torch.autograd.Function):
     """logp, entropy and lse of rows; None or, through PyTorch's dispatcher, (0,) for what is not wanted."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, logits: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, call: Call, logits: Tensor) -> tuple[Tensor | None, ...]:
         own = shard_op.states(
-            logits=logits, **call.given("padded_vocab", "return_entropy"), **call.here, backend=call.backend,
-            validate=False,
+            logits=logits, **call.given(*_ROWS, "padded_vocab", "return_entropy"), **_shards(call),
+            backend=call.backend, validate=False,
         )  # fmt: skip
         logp, entropy, lse, stats = shard_op.merged(
             states=call.group.all_gather(own),
-            **call.given("padded_vocab", "return_entropy", "return_lse"), vocab=call.args["vocab_size"],
-            return_stats=True, backend=call.backend, validate=False,
+            **call.given(*_ROWS, "padded_vocab", "return_entropy", "return_lse"),
+            vocab=call.args["vocab_size"], return_stats=True, backend=call.backend, validate=False,
         )  # fmt: skip
         ctx.call = call
         ctx.save_for_backward(logits, stats, entropy if call.args["return_entropy"] else None)
@@ -66,13 +51,13 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         logits, stats, entropy = ctx.saved_tensors
         of_outputs = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=True))
         if not call.args["return_entropy"]:
             of_outputs["dentropy"] = None
         dlogits = shard_op.backward(
-            logits=logits, **call.given(), stats=stats, entropy=entropy, **of_outputs,
+            logits=logits, **call.given(*_ROWS), stats=stats, entropy=entropy, **of_outputs,
             first_column=call.here["shard"] * call.args["padded_vocab"] // SHARDS,
             tokens=call.args["vocab_size"], backend=call.backend, validate=False,
         )  # fmt: skip
@@ -81,23 +66,9 @@ class _Sharded(torch.autograd.Function):
 
 def _logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
     """`logp` of a rank: `given` are its arguments."""
-    logits, validate = given["logits"], given["validate"]
+    logits = given["logits"]
     own = ranks_that_share("logp", "logits", logits, logits, group)
-    args = {name: value for name, value in given.items() if name != "validate"}
-    checked: list[_Call] = []
-
-    def said() -> str:
-        args.update(_local(given))
-        args.update(_vocabulary(args, own.size))
-        return _said(args)
-
-    def check() -> str:
-        checked.append(_check(own, args, validate))
-        return checked[0].backend
-
-    device = logits.device if isinstance(logits, Tensor) else torch.device("cpu")
-    agree(own, said, check, device, validate, values=lambda: _bits(args), each_time=True)
-    call = checked[0]
+    call = _LOGP.call_of(own, given, logits.device if isinstance(logits, Tensor) else torch.device("cpu"))
     logp, entropy, lse = _Sharded.apply(call, call.args["logits"])
     wanted = [each for each, name in ((entropy, "entropy"), (lse, "lse")) if given[f"return_{name}"]]
     return (logp, *wanted) if wanted else logp
@@ -114,47 +85,20 @@ def _said(args: dict[str, Any]) -> str:
     return "logp: " + ", ".join(f"{k}={v}" for k, v in told.items())
 
 
-def _check(group: Group, given: dict[str, Any], validate: bool | None) -> _Call:
-    """The call, if it satisfies the contract on this rank. Exchanges nothing."""
-    args = {name: value for name, value in given.items() if name not in ("numerics", "backend")}
-    served = _explained(group, given)
-    if served.backend is None:
-        raise ContractError(f"logp: no backend can serve this call with a group: {served}")
-    each = args["temperature"]
-    if isinstance(each, Tensor) and each.requires_grad:
-        raise forward.contract.error("temperature", each, "no gradient goes to it; detach() it")
-    if reads_values(validate, args["logits"].device):
-        tokens.ids_below(args["vocab_size"], forward.contract, args)
-        tokens.temperatures_are_positive(forward.contract, args)
-    return _Call(group, args, served.backend)
-
-
-def _explained(group: Group, given: dict[str, Any]) -> Explanation:
-    call = _Call(group, given, "")
-    controls = {name: given[name] for name in ("numerics", "backend")}
-    rows = call.given("padded_vocab", "return_entropy")
-    return shard_op.states.explain(logits=given["logits"], **rows, **call.here, **controls)
+def _explain(call: Call, controls: dict[str, Any]) -> Explanation:
+    rows = call.given("logits", *_ROWS, "padded_vocab", "return_entropy")
+    return shard_op.states.explain(**rows, **_shards(call), **controls)
 
 
 def explained(given: dict[str, Any]) -> Explanation:
     """What serves a call with a group on this rank. Exchanges nothing."""
     own = ranks_that_share("logp", "logits", given["logits"], given["logits"], given["group"])
-    args = given | _local(given)
-    return _explained(own, args | _vocabulary(args, own.size))
+    return _LOGP.explained(own, given)
 
 
-def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
-    """The tokens of all ranks, and the padded vocabulary."""
-    V, P = given["vocab_size"], given["padded_vocab"]
-    if V is None:
-        V = ranks * (getattr(given["logits"], "shape", None) or (1,))[-1]
-    return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
-
-
-def _bits(args: dict[str, Any]) -> dict[str, str]:
-    """Of what every rank has."""
-    live = tokens.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
-    return bits({name: args[name] for name in ("token_ids", "temperature")}, live)
+def _check_values(args: dict[str, Any]) -> None:
+    tokens.ids_below(args["vocab_size"], forward.contract, args)
+    tokens.temperatures_are_positive(forward.contract, args)
 
 
 def _local(given: dict[str, Any]) -> dict[str, Any]:
@@ -166,3 +110,10 @@ def _local(given: dict[str, Any]) -> dict[str, Any]:
         rule = "must be cut by columns, (Shard(-1),); or pass .full_tensor()"
         raise ContractError(f"logp(logits: placements {logits.placements}): {rule}")
     return {"logits": logits.to_local(), "vocab_size": logits.shape[-1] if V is None else V}
+
+
+_LOGP = OfVocabulary(
+    "logp", "logp_states", _explain, _local,
+    tokens_here=lambda given: (getattr(given["logits"], "shape", None) or (1,))[-1],
+    said=_said, alike=("token_ids", "temperature"), check_values=_check_values,
+)  # fmt: skip

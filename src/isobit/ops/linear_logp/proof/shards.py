@@ -69,10 +69,16 @@ _AGREE = [
 
 #: A vocabulary whose shards end inside a tile, one that has shards without tokens, and larger ones.
 CASES = [
-    Case({"N": 90, "D": 40, "V": 2300}, BF16, "random", options={"bias": "own", "mask": torch.bool}),
-    Case({"N": 50, "D": 24, "V": 500}, F16, "random", options={"padded": 640, "temperature": 0.7}),
+    Case({"N": 90, "D": 40, "V": 2300}, BF16, "random",
+         options={"bias": "own", "mask": torch.bool, "each": True, "ids": torch.int32, "vocab": 2250}),
+    Case({"N": 50, "D": 24, "V": 500}, F16, "random",
+         options={"padded": 640, "temperature": 0.7, "logit_scale": 0.5, "logits_dtype": F16,
+                  "workspace_bytes": 1}),
     _heavy(530, 1024, 50257, BF16, bias="own", mask=torch.bool),
     _heavy(128, 2048, 151936, F16, padded=152064),
+]  # fmt: skip
+_PORTABLE_RANKS = [
+    Case({"N": 40, "D": 16, "V": 500}, F32, "random", options={"softcap": 3.0, "logit_scale": 1.5}),
 ]
 
 
@@ -100,7 +106,8 @@ def differs(memory: Callable[[Case, str, str], int]) -> dict[str, dict[str, Any]
                          _heavy(4096, 2048, 50257, BF16)],
         "shards": [VOCABULARY], "shard_cases": CASES,
     }  # fmt: skip
-    portable = fields | {"cases": _SMALL[::4] + _SMALL[1:2] + _PORTABLE + _HEAVY}
+    portable = fields | {"cases": _SMALL[::4] + _SMALL[1:2] + _PORTABLE + _HEAVY,
+                         "shard_cases": CASES + _PORTABLE_RANKS}  # fmt: skip
     return dict.fromkeys(("hopper-8x4", "model-8x4"), fields | {"exact": exact}) | {"triton-8x4": portable}
 
 

@@ -158,8 +158,9 @@ _OF_SHARDS: dict[str, Any] = {
     "shards": [ranks.VOCABULARY],
     "shard_cases": [
         Case({"N": 70, "D": 24, "V": 500}, BF16, "random",
-             options={"mask": torch.bool, "bias": "own", "padded": 640}),
-        Case({"B": 4, "T": 11, "D": 16, "V": 130}, F16, "random", options={"entropy": True, "each": True}),
+             options={"mask": torch.bool, "bias": "own", "padded": 640, "sequences": 3}),
+        Case({"B": 4, "T": 11, "D": 16, "V": 130}, F16, "random",
+             options={"entropy": True, "each": True, "workspace_bytes": 1}),
         _heavy({"N": 3000, "D": 256, "V": 50257}, BF16, mask=torch.bool, bias="own"),
     ],
 }  # fmt: skip

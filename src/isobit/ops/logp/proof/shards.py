@@ -52,13 +52,15 @@ _MORE_BITS = [
 _AGREE = [Case({"N": 3, "V": 135000}, BF16, options={"temperature": 0.7})]
 CASES = [
     Case({"N": 6, "V": 2300}, F32, data="random", options={"padded": 2816, "mask": torch.bool}),
-    Case({"N": 530, "V": 50257}, BF16, data="random", options={"mask": torch.bool}, heavy=True),
-    Case({"N": 128, "V": 151936}, F16, data="random", options={"padded": 152064}, heavy=True),
-]
+    Case({"N": 530, "V": 50257}, BF16, data="random", options={"mask": torch.bool, "each": True}, heavy=True),
+    Case({"N": 128, "V": 151936}, F16, data="random",
+         options={"padded": 152064, "temperature": 0.7, "ids": torch.int32}, heavy=True),
+]  # fmt: skip
 _MORE_CASES = [
     Case({"N": 90, "V": 9000}, F32, data="random", options={"mask": torch.bool, "temperature": 0.7}),
-    Case({"B": 5, "T": 16, "V": 2300}, BF16, data="random", options={"padded": 2816}),
-]
+    Case({"B": 5, "T": 16, "V": 2300}, BF16, data="random",
+         options={"padded": 2816, "each": True, "ids": torch.int32}),
+]  # fmt: skip
 
 
 def wider(args: Args) -> Args:
