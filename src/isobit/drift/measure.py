@@ -1,9 +1,7 @@
 """`measure`: the same tokens computed in several ways, and what differs between them."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +12,11 @@ from isobit.drift.axes import AXES, DEFAULT, Sizes
 from isobit.drift.calls import Plan, Run, measured
 from isobit.drift.metrics import differing, of_finite
 from isobit.drift.replay import replay
-from isobit.drift.report import Report, Row, Tried
+from isobit.drift.report import Report, Row
 from isobit.drift.subject import Progress, Prompts, checked_sequences, made_up, subject
+from isobit.drift.trying import tried
 from isobit.drift.where import Where, compared, traced
 from isobit.frame.contract import ContractError
-from isobit.integrations.hf.drift import zero_drift
-from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.trial import evaluating
 
 #: What a model does that does not repeat its own bits.
@@ -43,7 +40,7 @@ def measure(
     chunk: int = Sizes.chunk,
     micro_batch: int = Sizes.micro_batch,
     locate: bool = True,
-    try_zero_drift: bool = False,
+    try_remedies: bool = False,
     random_weights: bool = False,
     progress: Progress | None = None,
 ) -> Report:
@@ -60,8 +57,9 @@ def measure(
         batch_sizes, padding, chunk, micro_batch: sizes of the axes.
         locate: also find the module where a difference begins, for one sequence of each setting: the one with
             the most tokens that differ.
-        try_zero_drift: measure the same once more under `isobit.integrations.hf.zero_drift`, and time a
-            forward before and after; the result is in `tried`. The model is restored.
+        try_remedies: also try what removes the differences: for each kind of module that adds some, these
+            modules through isobit, then `isobit.integrations.hf.zero_drift`. What differs then and the time
+            of a forward before and after are in `tried`. The model is restored.
         random_weights: say in the report that the weights are random.
         progress: called with a line of text before each step.
 
@@ -91,15 +89,18 @@ def measure(
         for axis in vs:
             for setting, plans in AXES[axis](rows, sizes).items():
                 work.compare(axis, setting, plans)
-    tried = None
-    if try_zero_drift:
-        again = partial(
-            measure, model, rows, vs=vs, batch_sizes=batch_sizes, padding=padding, chunk=chunk,
-            micro_batch=micro_batch, locate=False, progress=lambda line: say(f"zero_drift: {line}"),
-        )  # fmt: skip
-        tried = under_zero_drift(run, rows, again, sum(row.differ for row in work.compared))
+    attempts = []
+    if try_remedies:
+
+        def again(vs: Sequence[str], locate: bool, say: Progress) -> Report:
+            return measure(
+                model, rows, vs=vs, batch_sizes=batch_sizes, padding=padding, chunk=chunk,
+                micro_batch=micro_batch, locate=locate, progress=say,
+            )  # fmt: skip
+
+        attempts = tried(run, rows, work.compared, again, say)
     return about.report(
-        len(rows), sum(map(len, rows)), work.compared, skipped=work.skipped, tried=tried,
+        len(rows), sum(map(len, rows)), work.compared, skipped=work.skipped, tried=attempts,
         repeat=work.repeat, causes=work.causes,
         remarks=_remarks(vs, rows, about.window),
     )  # fmt: skip
@@ -195,34 +196,6 @@ def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> l
         *remarks,
         f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing",
     ]
-
-
-def under_zero_drift(
-    run: Run, rows: Sequence[Tensor], measure_again: Callable[[], Report], differ: int
-) -> Tried:
-    """The same measurement under `zero_drift`, or why the model is refused."""
-    before_ms = _forward_ms(run, rows)
-    try:
-        with zero_drift(run.model):
-            after_ms = _forward_ms(run, rows)
-            return Tried(measure_again().rows, before_ms, after_ms, differ)
-    except HFError as error:
-        return Tried([], before_ms, None, differ, str(error).splitlines()[0])
-
-
-def _forward_ms(run: Run, rows: Sequence[Tensor], times: int = 3) -> float:
-    """The fastest of a few forwards of the longest sequence."""
-    longest = max(rows, key=len)
-
-    def once() -> float:
-        if longest.is_cuda:
-            torch.cuda.synchronize(longest.device)
-        start = time.perf_counter()
-        for _, logits in run.logits(axes.alone([longest])[0]):
-            logits[0, -1, 0].item()  # waits for the device
-        return 1000 * (time.perf_counter() - start)
-
-    return min(once() for _ in range(times))
 
 
 def located(run: Run, reference: Plan, plans: Sequence[Plan], sequence: int, length: int) -> Where:

@@ -38,7 +38,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
             {"kind": kind, "modules": _some(found["modules"]), "call": found["call"]}
             for kind, found in report["remedies"].items()
         ],
-        "tried": (report.get("tried") or {}).get("in_words"),
+        "tried": [each["in_words"] for each in report.get("tried") or []],
         "details": [_detail(row) for row in rows if row["metrics"]["differ"] or _adds(row)],
         "metrics": _all_metrics(rows),
     }
