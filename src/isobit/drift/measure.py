@@ -25,8 +25,14 @@ CHANGES = (
     "Look for dropout, random numbers, state in a module, or kernels with atomic sums"
 )
 
-#: What a model that cannot compute something in a certain way raises.
-CANNOT = (TypeError, AttributeError, NotImplementedError, ValueError, ImportError, torch.OutOfMemoryError)
+#: Kernels change a logit by less than this, relative to the largest: experts may compute a token in another
+#: shape when another one changes. In an encoder with small random weights it may be as little; but its layers
+#: say that they are not causal.
+NOT_CAUSAL = 0.05
+
+#: What a model that cannot compute something in a certain way raises. NotImplementedError and
+#: torch.OutOfMemoryError are kinds of RuntimeError.
+CANNOT = (TypeError, AttributeError, ValueError, LookupError, ImportError, RuntimeError, AssertionError)
 
 
 def measure(
@@ -122,7 +128,21 @@ class _Comparison:
     def begin(self) -> None:
         """The reference, and the control that it repeats. A model that changes from one run to the next has
         differences everywhere, and no axis and no module but the one that changes is to blame."""
-        self.expected, again = self.run.twice(self.reference, self.rows)
+        try:
+            _check_causal(self.run.model, self.rows)
+            self.expected, again = self.run.twice(self.reference, self.rows)
+        except torch.OutOfMemoryError:
+            raise ContractError(
+                f"drift(model): a sequence of {max(map(len, self.rows))} tokens alone does not fit into the "
+                "memory of the GPU: give shorter ones"
+            ) from None
+        except ContractError:
+            raise
+        except CANNOT as error:
+            name = type(self.run.model).__name__
+            raise ContractError(
+                f"drift(model: {name}): it cannot compute a sequence alone: {_first_line(error)}"
+            ) from error
         self.repeat = self._row("repeat", "the reference again", self.reference, again)
         if self.repeat is not None and self.repeat.differ:
             self.locate = False
@@ -158,7 +178,7 @@ class _Comparison:
             self.say(f"{axis}: {setting}: where it begins")
             try:
                 where = located(self.run, self.reference[worst], plans, worst, len(self.rows[worst]))
-            except torch.OutOfMemoryError as error:
+            except CANNOT as error:
                 self.skipped[f"{axis}, {setting}, where it begins"] = _why(error)
         return Row(axis, setting, split.numbers, where)
 
@@ -178,9 +198,28 @@ def _why(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "it does not fit into the memory of the GPU"
-    return (
-        f"the model does not take it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-    )
+    return f"the model does not take it ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@torch.no_grad()
+def _check_causal(model: Any, rows: Sequence[Tensor]) -> None:
+    """An error if the logits of a token change with the token after it."""
+    ids = rows[0][:2][None]
+    vocab = model.get_output_embeddings().weight.shape[0]
+    changed = ids.clone()
+    changed[0, 1] = (changed[0, 1] + vocab // 2) % vocab
+    a, b = (model(input_ids=each, use_cache=False).logits[0, 0].double() for each in (ids, changed))
+    layers = [m.is_causal for m in getattr(model, "modules", list)() if hasattr(m, "is_causal")]
+    limit = 0 if layers and not any(layers) else NOT_CAUSAL
+    if (b - a).abs().max() > limit * (a - a.mean()).abs().max():
+        raise ContractError(
+            f"drift(model: {type(model).__name__}): not a causal LM: the logits of a token change with the "
+            "token after it"
+        )
 
 
 def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> list[str]:

@@ -122,8 +122,8 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether all bits are equal, and nothing was found wrong before them."""
-        return not self.differ and not self.causes
+        """Whether something was compared, all bits are equal, and nothing was found wrong before them."""
+        return bool(self.rows) and not self.differ and not self.causes
 
     @property
     def differ(self) -> int:
@@ -217,6 +217,8 @@ def verdict(report: dict[str, Any]) -> str:
         return f"the model does not repeat itself: {count} of {repeat['metrics']['tokens']} tokens"
     if not differ and (causes := report.get("causes")):
         return str(causes[0])
+    if not rows:
+        return "nothing was compared"
     if not differ:
         return f"the same bits in all {len(rows)} comparisons, {tokens} log-probabilities"
     worst = max(differ, key=lambda row: row["metrics"]["differ"] / row["metrics"]["tokens"])
