@@ -14,11 +14,12 @@ from transformers.models.qwen3 import modeling_qwen3
 
 import hf_models
 import isobit
+from isobit.cli.html.drift import section
 from isobit.drift.remedies import remedy
 from isobit.frame.contract import ContractError
 from row_by_row import NAME, nudged, planted, planted_attention, row_by_row, sequences
 
-LAYER = "model.layers.0"
+LAYER, NAMES = "model.layers.0", {None: "zero_drift"}
 linear = nn.functional.linear
 
 
@@ -62,6 +63,8 @@ def attempts(model: Any, **options: Any) -> dict[str | None, Any]:
     )
     assert [each["in_words"] for each in report.to_json()["tried"]] == [str(each) for each in report.tried]
     assert all(str(each) in str(report) for each in report.tried)
+    on_page = [[line["what"], line["refused"], line["differ"]] for line in section(report.to_json())["tried"]]
+    assert on_page == [[NAMES.get(t.kind, f"{t.kind}, 1 module"), t.refused, t.differ] for t in report.tried]
     return {each.kind: each for each in report.tried}
 
 
