@@ -229,6 +229,8 @@ def bert(size: float) -> Any:
 def test_a_model_that_sees_later_tokens_is_refused(size: float) -> None:
     with pytest.raises(ContractError, match=r"BertLMHeadModel.*: not a causal LM: the logits of a token"):
         isobit.drift.measure(bert(size), sequences((12,)))
+    with pytest.raises(ContractError, match="not a causal LM"):
+        measure_rollout(bert(size), rollout(Sampling()))
     attends_to_all = made(layers=1)
     with attending_to_all(), pytest.raises(ContractError, match="not a causal LM"):
         isobit.drift.measure(attends_to_all, sequences((12,)))

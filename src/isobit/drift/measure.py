@@ -13,7 +13,7 @@ from isobit.drift.calls import Plan, Run, measured
 from isobit.drift.metrics import differing, of_finite
 from isobit.drift.replay import replay
 from isobit.drift.report import Report, Row
-from isobit.drift.subject import Progress, Prompts, checked_sequences, made_up, subject
+from isobit.drift.subject import Progress, Prompts, check_causal, checked_sequences, made_up, subject
 from isobit.drift.trying import tried
 from isobit.drift.where import Where, compared, traced
 from isobit.frame.contract import ContractError
@@ -24,11 +24,6 @@ CHANGES = (
     "the model has other bits when the same forward runs again: nothing else is blamed until it repeats. "
     "Look for dropout, random numbers, state in a module, or kernels with atomic sums"
 )
-
-#: Kernels change a logit by less than this, relative to the largest: experts may compute a token in another
-#: shape when another one changes. In an encoder with small random weights it may be as little; but its layers
-#: say that they are not causal.
-NOT_CAUSAL = 0.05
 
 #: What a model that cannot compute something in a certain way raises. NotImplementedError and
 #: torch.OutOfMemoryError are kinds of RuntimeError.
@@ -129,7 +124,7 @@ class _Comparison:
         """The reference, and the control that it repeats. A model that changes from one run to the next has
         differences everywhere, and no axis and no module but the one that changes is to blame."""
         try:
-            _check_causal(self.run.model, self.rows)
+            check_causal(self.run.model, self.rows[0])
             self.expected, again = self.run.twice(self.reference, self.rows)
         except torch.OutOfMemoryError:
             raise ContractError(
@@ -203,23 +198,6 @@ def _why(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-@torch.no_grad()
-def _check_causal(model: Any, rows: Sequence[Tensor]) -> None:
-    """An error if the logits of a token change with the token after it."""
-    ids = rows[0][:2][None]
-    vocab = model.get_output_embeddings().weight.shape[0]
-    changed = ids.clone()
-    changed[0, 1] = (changed[0, 1] + vocab // 2) % vocab
-    a, b = (model(input_ids=each, use_cache=False).logits[0, 0].double() for each in (ids, changed))
-    layers = [m.is_causal for m in getattr(model, "modules", list)() if hasattr(m, "is_causal")]
-    limit = 0 if layers and not any(layers) else NOT_CAUSAL
-    if (b - a).abs().max() > limit * (a - a.mean()).abs().max():
-        raise ContractError(
-            f"drift(model: {type(model).__name__}): not a causal LM: the logits of a token change with the "
-            "token after it"
-        )
 
 
 def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> list[str]:
