@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import trl
 from verl import DataProto
-from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils.debug.metrics import calculate_debug_metrics
 
 import isobit
@@ -108,7 +108,7 @@ def of_verl() -> dict[str, Any]:
     torch.manual_seed(0)
     mask = torch.arange(12) < torch.tensor([12, 5, 1, 9])[:, None]
     old = -5 * torch.rand(4, 12)
-    tensors = {"old_log_probs": old, "rollout_log_probs": old + 0.1 * torch.randn(4, 12),
+    tensors = {"old_log_probs": old, "rollout_log_probs": old + 0.5 * torch.randn(4, 12),
                "response_mask": mask.long(), "responses": torch.zeros(4, 12, dtype=torch.long)}  # fmt: skip
     batch = DataProto.from_dict(tensors=tensors)
     theirs = compute_offpolicy_metrics(old, tensors["rollout_log_probs"], mask.long())
@@ -124,9 +124,17 @@ def of_verl() -> dict[str, Any]:
             told.append(str(error))
     return {
         "theirs": {name: float(value) for name, value in (theirs | debug).items()},
+        "over 2": {level: _over_2(tensors, level) for level in ("token", "sequence")},
         "ours": isobit.drift.verl_metrics(batch, step=20, every=10),
         "between": isobit.drift.verl_metrics(batch, step=21, every=10), "told": told,
     }  # fmt: skip
+
+
+def _over_2(tensors: dict[str, torch.Tensor], level: str) -> float:
+    """verl's `rollout_is_ratio_fraction_high`."""
+    log_ratio = tensors["old_log_probs"] - tensors["rollout_log_probs"]
+    _, found = compute_rollout_correction_weights(log_ratio, tensors["response_mask"], level, 2.0)
+    return float(found["rollout_is_ratio_fraction_high"])
 
 
 def main() -> None:

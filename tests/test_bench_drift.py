@@ -35,17 +35,17 @@ def report() -> dict[str, Any]:
     """Of one model on one axis, and of the metrics in training; as if it were timed on a GPU."""
     subject = suite_of("drift")
     chosen = [one for one in subject.series if (one.name, one.directions) == (NAME, ("padding",))]
-    some = replace(subject, series=[*chosen, subject.series[-1]])
+    logged = [one for one in subject.series if one.name == suite.METRICS]
+    some = replace(subject, series=[*chosen, *logged])
     made = run(some, device="cpu", repetitions=2, skip_check=True, say=lambda text: None)
     rows = [row | {"method": "sync"} for row in made["rows"]]
     return made | {"rows": rows, "summary": summary(rows, "sdpa", subject.goals)}
 
 
 def test_every_model_is_measured_on_every_axis() -> None:
+    models = (*suite.MODELS, *suite.DELTA_NETS)
     declared = {(one.name, *one.directions) for one in suite_of("drift").series}
-    assert declared == {(name, axis) for name in suite.MODELS for axis in DEFAULT} | {
-        (suite.METRICS, "metrics")
-    }
+    assert declared == {(name, axis) for name in models for axis in DEFAULT} | {(suite.METRICS, "metrics")}
 
 
 @pytest.mark.parametrize("name", [suite.QWEN_NEXT_NAME, suite.QWEN_35_NAME])

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
 
 import isobit
 from isobit.drift import bits
 from isobit.drift.axes import alone
 from isobit.drift.calls import Run
 from isobit.drift.readings import Sampling, read_as
+from isobit.drift.replay import Replayed
 from isobit.drift.report import Report, verdict
 from isobit.drift.rollout import measure_rollout
 from isobit.drift.rollout_file import Rollout, options_of
-from row_by_row import made, nudged, planted, sequences
+from isobit.frame.contract import ContractError
+from row_by_row import NAME, attend, made, nudged, planted, sequences
 
 MODEL = made()
 LAYERS = MODEL.model.layers
@@ -207,3 +211,73 @@ def test_the_longest_context_is_said(vs: str, tokens: int) -> None:
         f"the longest context that was compared has {tokens} tokens: what begins beyond is not seen"
         in str(report)
     )
+
+
+# Models that are not what they should be
+
+
+def bert(size: float) -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        initializer_range=size,
+    )  # fmt: skip
+    return transformers.BertLMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("size", [0.02, 0.5])
+def test_a_model_that_sees_later_tokens_is_refused(size: float) -> None:
+    with pytest.raises(ContractError, match=r"BertLMHeadModel.*: not a causal LM: the logits of a token"):
+        isobit.drift.measure(bert(size), sequences((12,)))
+    with pytest.raises(ContractError, match="not a causal LM"):
+        measure_rollout(bert(size), rollout(Sampling()))
+    attends_to_all = made(layers=1)
+    with attending_to_all(), pytest.raises(ContractError, match="not a causal LM"):
+        isobit.drift.measure(attends_to_all, sequences((12,)))
+
+
+@contextmanager
+def attending_to_all() -> Iterator[None]:
+    def wrong(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
+        return attend(module, q, k, v, torch.ones_like(mask), **options)
+
+    AttentionInterface.register(NAME, wrong)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(NAME, attend)
+
+
+def test_a_model_that_cannot_compute_a_sequence_says_why() -> None:
+    def broken(x: Tensor) -> bool:
+        raise RuntimeError("\nmat1 and mat2 cannot be multiplied\nmore lines")
+
+    with planted(LAYERS[0].mlp.up_proj, broken), pytest.raises(
+        ContractError, match=r"LlamaForCausalLM.: it cannot compute a sequence alone: mat1 and mat2 cannot"
+    ):  # fmt: skip
+        isobit.drift.measure(MODEL, sequences((12,)))
+
+
+def test_what_a_model_cannot_compute_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that raises any error, and a module that cannot be called again by itself."""
+
+    def broken(x: Tensor) -> bool:
+        if x.shape[0] == 5:
+            raise RuntimeError("shapes do not fit")
+        return x.shape[0] == 2
+
+    def not_again(self: Any, *given: Any) -> None:
+        raise RuntimeError("called twice")
+
+    monkeypatch.setattr(Replayed, "after", not_again)
+    with planted(LAYERS[0].mlp.up_proj, broken):
+        report = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[2, 5])
+    (row,) = report.rows[:1]
+    assert (row.setting, row.where) == ("2 rows", None) and row.differ and not report.passed
+    assert "batch, 5 rows, did not run: the model does not take it (shapes do not fit)" in str(report)
+    assert "where it begins did not run: the model does not take it (called twice)" in str(report)
+
+
+def test_nothing_compared_is_not_equal() -> None:
+    report = isobit.drift.measure(MODEL, [[1, 2]], vs=["decode"], locate=False)
+    assert not report.rows and not report.passed and verdict(strict(report)) == "nothing was compared"

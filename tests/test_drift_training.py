@@ -80,6 +80,9 @@ def test_metrics_of_a_batch_are_verls(found: dict[str, Any]) -> None:
     names["pearson"] = "training/rollout_actor_probs_pearson_corr"
     for name, their_name in names.items():
         assert math.isclose(ours[f"drift/{name}"], theirs[their_name], rel_tol=2e-4, abs_tol=1e-6), name
+    for level, name in (("token", "tokens_over/2.0"), ("sequence", "sequences_over/2.0")):
+        assert math.isclose(ours[f"drift/{name}"], found["verl"]["over 2"][level], rel_tol=1e-6), name
+        assert ours[f"drift/{name}"] > 0
     assert ours["drift/tokens"] == 27 and found["verl"]["between"] == {}
     missing, bypassed = found["verl"]["told"]
     assert "no rollout_log_probs" in missing and "calculate_log_probs=True" in missing

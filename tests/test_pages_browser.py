@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from chromium import Chromium, Tab
+from chromium import Chromium, Tab, executable
 from isobit.cli.html import page
 from isobit.cli.html.saved import read_report
 from isobit.drift import measure
+from isobit.drift.report import Tried
 from row_by_row import made, planted, sequences
 from test_pages import report_of_a_check
 
@@ -59,7 +60,8 @@ def demo() -> dict[str, Any]:
 
 
 def drift() -> dict[str, Any]:
-    """A report on two faults in four layers, with ten rows."""
+    """A report on two faults in four layers, with ten rows, and on two remedies: one that left something, and
+    one that was not possible."""
     model = made(layers=4)
     layers = model.model.layers
     with (
@@ -67,6 +69,13 @@ def drift() -> dict[str, Any]:
         planted(layers[2].post_attention_layernorm, lambda x: x.shape[1] < 8),
     ):
         found = measure(model, sequences((12,)), random_weights=True)
+    name = "model.layers.1.mlp.down_proj"
+    reason = "isobit.integrations.hf.zero_drift(model: LlamaForCausalLM): model.layers.0.self_attn.q_proj, "
+    tried = [
+        Tried(found.rows[:3], 3.25, 2.5, 9, "linear", [name], [name]),
+        Tried([], 3.25, None, 9, refused=f"{reason}model.layers.0.self_attn.k_proj and 12 more: in fp32"),
+    ]
+    found.tried.extend(tried)
     head = {"stamp": report_of_a_check()["stamp"], "command": "isobit drift tiny --random"}
     return found.to_json() | head | {"model_name": "a/rather-long-name-of-a-checkpoint-7b-instruct"}
 
@@ -142,3 +151,12 @@ def test_a_broken_page_is_detected(browser: Chromium, tmp_path: Path, fault: str
     tab, wrong = looked_at(browser, path, PHONE, False)
     assert any(said in each for each in wrong), wrong
     tab.close()
+
+
+def test_a_picture_of_a_page_is_taken(browser: Chromium, shown: Path) -> None:
+    """As `make shots` does. Without frames, which is quicker, a browser would never answer."""
+    path = executable()
+    assert path is not None
+    with Chromium(path, pictures=True) as drawing:
+        data = drawing.open(shown, PHONE).png(200)
+    assert data.startswith(b"\x89PNG") and data[16:24] == b"".join(n.to_bytes(4, "big") for n in (PHONE, 200))

@@ -1,8 +1,7 @@
 """The pictures of pages in the documents: `python tools/shots.py` writes docs/img.
 
 They are of committed results, of a kernel with a fault that is checked here, and of a small model whose drift
-is measured here. Fonts are those of the
-machine, so the bytes are not the same everywhere; what they show is.
+is measured here. Fonts are those of the machine, so the bytes are not the same everywhere; what they show is.
 """
 
 import argparse
@@ -86,7 +85,7 @@ def main() -> None:
     if path is None:
         raise SystemExit("there is no Chromium here: apt-get install chromium")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as made, Chromium(path) as browser:
+    with tempfile.TemporaryDirectory() as made, Chromium(path, pictures=True) as browser:
         shown = pages(Path(made))
         for name, shot in SHOTS.items():
             tab = browser.open(shown[shot.page], shot.width, shot.dark)

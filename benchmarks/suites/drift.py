@@ -49,13 +49,14 @@ LAYERS = 4
 MODELS = {
     "qwen3-0.6b-4-layers": replace(QWEN, num_hidden_layers=LAYERS),
     "llama-3-8b-4-layers": replace(LLAMA, num_hidden_layers=LAYERS),
-    QWEN_NEXT_NAME: QWEN_NEXT,
-    QWEN_35_NAME: QWEN_35,
 }
+DELTA_NETS = {QWEN_NEXT_NAME: QWEN_NEXT, QWEN_35_NAME: QWEN_35}
 METRICS = "drift_metrics"
 
-#: Tokens in all, and of the longest sequence.
+#: Tokens in all, and of the longest sequence. Gated delta nets compute 64 tokens at a time: with them a
+#: sequence is longer than that.
 CASES = [Case({"tokens": 192, "longest": 48}, torch.bfloat16, data="random")]
+LONGER = [Case({"tokens": 192, "longest": 96}, torch.bfloat16, data="random")]
 SMALL = [Case({"tokens": 12, "longest": 6}, torch.bfloat16, data="random")]
 LOGGED = [Case({"B": 8, "T": 1024}, torch.bfloat16, data="random")]
 LOGGED_SMALL = [Case({"B": 2, "T": 12}, torch.bfloat16, data="random")]
@@ -105,34 +106,34 @@ def _models(name: str, config: Config, swap: Callable[[Any], object], case: Case
     return models
 
 
-def _make(name: str, case: Case, pool: Pool) -> list[Args]:
-    models = _models(name, MODELS[name], zero_drift, case, pool)
+def _make(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
+    models = _models(name, config, zero_drift, case, pool)
     vocabulary = models.plain.config.vocab_size
     return [{"models": models, "prompts": made_up(vocabulary, case.dims["tokens"], case.dims["longest"])}]
 
 
-def rehearse(name: str, pool: Pool) -> None:
+def rehearse(name: str, config: Config, case: Case, pool: Pool) -> None:
     """All axes once with our model, which compiles its kernels."""
-    (args,) = _make(name, CASES[0], pool)
+    (args,) = _make(name, config, case, pool)
     measure(args["models"].swapped, args["prompts"], vs=DEFAULT, locate=False)
 
 
-def _forward_cost(name: str, dims: dict[str, int], dtype: torch.dtype) -> Cost:
+def _forward_cost(config: Config, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """Of one forward of the longest sequence: a floor of everything that is measured."""
-    whole = cost(MODELS[name], True, {"B": 1, "T": dims["longest"]}, dtype)
+    whole = cost(config, True, {"B": 1, "T": dims["longest"]}, dtype)
     return Cost(whole.bytes("fwd"), 0, whole.flops("fwd"), 0)
 
 
-def _series(name: str, axis: str) -> Series:
+def _series(name: str, config: Config, cases: list[Case], axis: str) -> Series:
     first = axis == DEFAULT[0]
     return Series(
-        op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name),
-        call=partial(measured, axis, True), cost=partial(_forward_cost, name), judge=lambda args: Judge(),
+        op=None, name=name, cases=cases, core=cases, small=SMALL, make=partial(_make, name, config),
+        call=partial(measured, axis, True), cost=partial(_forward_cost, config), judge=lambda args: Judge(),
         rivals={"sdpa": Rival("sdpa", partial(measured, axis, False), directions=None)}, directions=(axis,),
-        needs=("attention", "det_linear", "rms_norm", "logp", *own_ops(MODELS[name])),
+        needs=("attention", "det_linear", "rms_norm", "logp", *own_ops(config)),
         imports=("transformers",), step=True, runs=2,
         against="sdpa", copy=False, about="a measurement of drift, one axis",
-        shared=lambda case: name, rehearse=(partial(rehearse, name),) if first else (),
+        shared=lambda case: name, rehearse=(partial(rehearse, name, config, cases[0]),) if first else (),
     )  # fmt: skip
 
 
@@ -175,12 +176,16 @@ def _of(name: str) -> Any:
     return own
 
 
-SERIES: Sequence[Series] = (*(_series(name, axis) for name in MODELS for axis in DEFAULT), _LOGGED)
+SERIES: Sequence[Series] = (
+    *(_series(name, config, CASES, axis) for name, config in MODELS.items() for axis in DEFAULT),
+    _LOGGED,
+    *(_series(name, config, LONGER, axis) for name, config in DELTA_NETS.items() for axis in DEFAULT),
+)
 GOALS = (
     *(
         Goal(f"{name}, tokens with other bits", _of(name), most=0, figure="tokens_differ",
              against=limit(1, "token"))
-        for name in MODELS
+        for name in (*MODELS, *DELTA_NETS)
     ),
     Goal("metrics in training, speed as a multiple of a training step", _of(METRICS), least=100,
          against="train_step"),

@@ -68,7 +68,7 @@ class Drift:
                     sequences = made_up(subject(model).vocab, self.tokens or 1024, self.length)
                 report = measure(
                     model, sequences, vs=self.axes, tokens=self.tokens or None, locate=self.locate,
-                    try_zero_drift=self.try_it,
+                    try_remedies=self.try_it,
                     random_weights=self.random, progress=say,
                 )  # fmt: skip
         say("")

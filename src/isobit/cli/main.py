@@ -416,7 +416,7 @@ def drift(
         bool, typer.Option("--no-where", help="only log-probabilities, not where a difference begins")
     ] = False,
     try_it: Annotated[
-        bool, typer.Option("--try", help="measure it once more under zero_drift: slow on a CPU")
+        bool, typer.Option("--try", help="also try what removes the differences: slow on a CPU")
     ] = False,
     device: Device = "auto",
     json_path: JsonFile = None,

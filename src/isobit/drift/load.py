@@ -30,7 +30,8 @@ def load_model(name: str, random: bool, dtype: torch.dtype | None, device: torch
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16)
     except (OSError, ValueError, KeyError) as error:
-        more = "" if random else "; --random makes weights, from the config alone"
+        has_config = path.joinpath("config.json").is_file() and not random
+        more = "; --random makes weights, from the config alone" if has_config else ""
         raise ContractError(f"MODEL {name}: {str(error).splitlines()[0].rstrip('.')}{more}") from None
     return model.to(device).eval()
 

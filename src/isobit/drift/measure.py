@@ -1,9 +1,7 @@
 """`measure`: the same tokens computed in several ways, and what differs between them."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +12,11 @@ from isobit.drift.axes import AXES, DEFAULT, Sizes
 from isobit.drift.calls import Plan, Run, measured
 from isobit.drift.metrics import differing, of_finite
 from isobit.drift.replay import replay
-from isobit.drift.report import Report, Row, Tried
-from isobit.drift.subject import Progress, Prompts, checked_sequences, made_up, subject
+from isobit.drift.report import Report, Row
+from isobit.drift.subject import Progress, Prompts, check_causal, checked_sequences, made_up, subject
+from isobit.drift.trying import tried
 from isobit.drift.where import Where, compared, traced
 from isobit.frame.contract import ContractError
-from isobit.integrations.hf.drift import zero_drift
-from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.trial import evaluating
 
 #: What a model does that does not repeat its own bits.
@@ -28,8 +25,9 @@ CHANGES = (
     "Look for dropout, random numbers, state in a module, or kernels with atomic sums"
 )
 
-#: What a model that cannot compute something in a certain way raises.
-CANNOT = (TypeError, AttributeError, NotImplementedError, ValueError, ImportError, torch.OutOfMemoryError)
+#: What a model that cannot compute something in a certain way raises. NotImplementedError and
+#: torch.OutOfMemoryError are kinds of RuntimeError.
+CANNOT = (TypeError, AttributeError, ValueError, LookupError, ImportError, RuntimeError, AssertionError)
 
 
 def measure(
@@ -43,7 +41,7 @@ def measure(
     chunk: int = Sizes.chunk,
     micro_batch: int = Sizes.micro_batch,
     locate: bool = True,
-    try_zero_drift: bool = False,
+    try_remedies: bool = False,
     random_weights: bool = False,
     progress: Progress | None = None,
 ) -> Report:
@@ -60,8 +58,9 @@ def measure(
         batch_sizes, padding, chunk, micro_batch: sizes of the axes.
         locate: also find the module where a difference begins, for one sequence of each setting: the one with
             the most tokens that differ.
-        try_zero_drift: measure the same once more under `isobit.integrations.hf.zero_drift`, and time a
-            forward before and after; the result is in `tried`. The model is restored.
+        try_remedies: also try what removes the differences: for each kind of module that adds some, these
+            modules through isobit, then `isobit.integrations.hf.zero_drift`. What differs then and the time
+            of a forward before and after are in `tried`. The model is restored.
         random_weights: say in the report that the weights are random.
         progress: called with a line of text before each step.
 
@@ -91,15 +90,18 @@ def measure(
         for axis in vs:
             for setting, plans in AXES[axis](rows, sizes).items():
                 work.compare(axis, setting, plans)
-    tried = None
-    if try_zero_drift:
-        again = partial(
-            measure, model, rows, vs=vs, batch_sizes=batch_sizes, padding=padding, chunk=chunk,
-            micro_batch=micro_batch, locate=False, progress=lambda line: say(f"zero_drift: {line}"),
-        )  # fmt: skip
-        tried = under_zero_drift(run, rows, again, sum(row.differ for row in work.compared))
+    attempts = []
+    if try_remedies:
+
+        def again(vs: Sequence[str], locate: bool, say: Progress) -> Report:
+            return measure(
+                model, rows, vs=vs, batch_sizes=batch_sizes, padding=padding, chunk=chunk,
+                micro_batch=micro_batch, locate=locate, progress=say,
+            )  # fmt: skip
+
+        attempts = tried(run, rows, work.compared, again, say)
     return about.report(
-        len(rows), sum(map(len, rows)), work.compared, skipped=work.skipped, tried=tried,
+        len(rows), sum(map(len, rows)), work.compared, skipped=work.skipped, tried=attempts,
         repeat=work.repeat, causes=work.causes,
         remarks=_remarks(vs, rows, about.window),
     )  # fmt: skip
@@ -121,7 +123,21 @@ class _Comparison:
     def begin(self) -> None:
         """The reference, and the control that it repeats. A model that changes from one run to the next has
         differences everywhere, and no axis and no module but the one that changes is to blame."""
-        self.expected, again = self.run.twice(self.reference, self.rows)
+        try:
+            check_causal(self.run.model, self.rows[0])
+            self.expected, again = self.run.twice(self.reference, self.rows)
+        except torch.OutOfMemoryError:
+            raise ContractError(
+                f"drift(model): a sequence of {max(map(len, self.rows))} tokens alone does not fit into the "
+                "memory of the GPU: give shorter ones"
+            ) from None
+        except ContractError:
+            raise
+        except CANNOT as error:
+            name = type(self.run.model).__name__
+            raise ContractError(
+                f"drift(model: {name}): it cannot compute a sequence alone: {_first_line(error)}"
+            ) from error
         self.repeat = self._row("repeat", "the reference again", self.reference, again)
         if self.repeat is not None and self.repeat.differ:
             self.locate = False
@@ -157,7 +173,7 @@ class _Comparison:
             self.say(f"{axis}: {setting}: where it begins")
             try:
                 where = located(self.run, self.reference[worst], plans, worst, len(self.rows[worst]))
-            except torch.OutOfMemoryError as error:
+            except CANNOT as error:
                 self.skipped[f"{axis}, {setting}, where it begins"] = _why(error)
         return Row(axis, setting, split.numbers, where)
 
@@ -177,9 +193,11 @@ def _why(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "it does not fit into the memory of the GPU"
-    return (
-        f"the model does not take it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-    )
+    return f"the model does not take it ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> list[str]:
@@ -195,34 +213,6 @@ def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> l
         *remarks,
         f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing",
     ]
-
-
-def under_zero_drift(
-    run: Run, rows: Sequence[Tensor], measure_again: Callable[[], Report], differ: int
-) -> Tried:
-    """The same measurement under `zero_drift`, or why the model is refused."""
-    before_ms = _forward_ms(run, rows)
-    try:
-        with zero_drift(run.model):
-            after_ms = _forward_ms(run, rows)
-            return Tried(measure_again().rows, before_ms, after_ms, differ)
-    except HFError as error:
-        return Tried([], before_ms, None, differ, str(error).splitlines()[0])
-
-
-def _forward_ms(run: Run, rows: Sequence[Tensor], times: int = 3) -> float:
-    """The fastest of a few forwards of the longest sequence."""
-    longest = max(rows, key=len)
-
-    def once() -> float:
-        if longest.is_cuda:
-            torch.cuda.synchronize(longest.device)
-        start = time.perf_counter()
-        for _, logits in run.logits(axes.alone([longest])[0]):
-            logits[0, -1, 0].item()  # waits for the device
-        return 1000 * (time.perf_counter() - start)
-
-    return min(once() for _ in range(times))
 
 
 def located(run: Run, reference: Plan, plans: Sequence[Plan], sequence: int, length: int) -> Where:

@@ -1,6 +1,7 @@
 """The report of a measurement: one row for each setting of an axis, and where each difference begins."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,39 +37,70 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tried:
-    """The same rows under `zero_drift`, and the time of a forward of the longest sequence before and after;
-    or why the model was refused."""
+    """A remedy that was tried: for the modules of a kind that add a difference, or `zero_drift` for the whole
+    model. `rows` are those that it is for, measured with it. The times are those of a forward of the longest
+    sequence."""
 
     rows: list[Row]
     before_ms: float
-    after_ms: float | None
-    before_differ: int = 0  # tokens of all rows without it
-    refused: str | None = None
+    after_ms: float | None = None
+    before_differ: int = 0  # tokens of all these rows without it
+    kind: str | None = None  # None for zero_drift
+    modules: list[str] = field(default_factory=list)  # that isobit computed; empty for zero_drift
+    still: list[str] = field(default_factory=list)  # of them or their kind, what adds a difference with it
+    refused: str | None = None  # why it could not be tried
 
     @property
     def differ(self) -> int:
-        return max((row.differ for row in self.rows), default=0)
+        """Tokens of all rows that have other bits with it."""
+        return sum(row.differ for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "kind": self.kind,
+            "modules": self.modules,
+            "still": self.still,
             "rows": [row.to_json() for row in self.rows],
             "before_differ": self.before_differ,
             "before_ms": self.before_ms,
             "after_ms": self.after_ms,
             "refused": self.refused,
+            "in_words": str(self),
         }
 
     def __str__(self) -> str:
+        name = "zero_drift" if self.kind is None else f"isobit for {self.kind} ({_modules(self.modules)})"
         if self.refused is not None:
-            return f"zero_drift refuses this model: {self.refused}"
-        differ = sum(row.differ > 0 for row in self.rows)
-        what = f"other bits in {differ}" if differ else "the same bits in all"
-        tokens = sum(row.differ for row in self.rows)
-        return (f"tried zero_drift: {what} of {len(self.rows)} comparisons, {tokens} tokens differ instead "
-                f"of {self.before_differ}; a forward of the longest sequence takes {self.after_ms:.3g} ms "
-                f"instead of {self.before_ms:.3g}")  # fmt: skip
+            return f"tried {name}: not possible here: {self.refused}"
+        rows = f"{len(self.rows)} comparison{'s' * (len(self.rows) != 1)}"
+        if self.kind is None:
+            drifting = sum(row.differ > 0 for row in self.rows)
+            what = f"other bits in {drifting} of {rows}" if drifting else f"the same bits in all {rows}"
+        elif self.still:
+            more = f" and {len(self.still) - 1} more" if len(self.still) > 1 else ""
+            what = f"{self.still[0]}{more} still adds a difference"
+        else:
+            what = f"none of them adds a difference any more in {rows}"
+        left = f"{self.differ} tokens differ instead of {self.before_differ}"
+        if self.kind and not self.still and adding_by_kind(self.rows):
+            left += ", since other modules add, too"
+        took = f"{self.after_ms:.3g} ms instead of {self.before_ms:.3g} ms"
+        return f"tried {name}: {what}; {left}; a forward of the longest sequence takes {took}"
+
+
+def adding_by_kind(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """By kind of module that adds a difference, the names of what does."""
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        for found in row.where.adding if row.where else []:
+            names.setdefault(found.kind, set()).add(found.name)
+    return {kind: sorted(which) for kind, which in names.items()}
+
+
+def _modules(names: Sequence[str]) -> str:
+    return f"{len(names)} module{'s' * (len(names) != 1)}"
 
 
 @dataclass(frozen=True)
@@ -85,13 +117,13 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)  # axes that could not run, and why
     causes: list[str] = field(default_factory=list)  # of a rollout: what is wrong before any kernel is
     remarks: list[str] = field(default_factory=list)  # what else a reader must know
-    tried: Tried | None = None
+    tried: list[Tried] = field(default_factory=list)  # remedies, the last one zero_drift; none unless asked
     repeat: Row | None = None  # the reference against itself
 
     @property
     def passed(self) -> bool:
-        """Whether all bits are equal, and nothing was found wrong before them."""
-        return not self.differ and not self.causes
+        """Whether something was compared, all bits are equal, and nothing was found wrong before them."""
+        return bool(self.rows) and not self.differ and not self.causes
 
     @property
     def differ(self) -> int:
@@ -112,11 +144,8 @@ class Report:
     @property
     def remedies(self) -> dict[str, dict[str, Any]]:
         """By kind of module that adds a difference: how many modules do, and what removes it."""
-        names: dict[str, set[str]] = {}
-        for row in self.rows:
-            for found in row.where.adding if row.where else []:
-                names.setdefault(found.kind, set()).add(found.name)
-        return {kind: {"modules": sorted(which), "call": remedy(kind)} for kind, which in names.items()}
+        found = adding_by_kind(self.rows)
+        return {kind: {"modules": names, "call": remedy(kind).call} for kind, names in found.items()}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -133,7 +162,7 @@ class Report:
             "axes": [row.to_json() for row in self.rows],
             "remedies": self.remedies,
             "notes": self.notes,
-            "tried": None if self.tried is None else self.tried.to_json() | {"in_words": str(self.tried)},
+            "tried": [each.to_json() for each in self.tried],
         }
 
     def __str__(self) -> str:
@@ -145,9 +174,8 @@ class Report:
         for row in shown:
             lines += begins(row)
         for kind, found in self.remedies.items():
-            count = len(found["modules"])
-            lines.append(f"{kind} ({count} module{'s' * (count > 1)}): {found['call']}")
-        lines += [str(self.tried)] if self.tried is not None else []
+            lines.append(f"{kind} ({_modules(found['modules'])}): {found['call']}")
+        lines += map(str, self.tried)
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines).rstrip()
 
@@ -189,6 +217,8 @@ def verdict(report: dict[str, Any]) -> str:
         return f"the model does not repeat itself: {count} of {repeat['metrics']['tokens']} tokens"
     if not differ and (causes := report.get("causes")):
         return str(causes[0])
+    if not rows:
+        return "nothing was compared"
     if not differ:
         return f"the same bits in all {len(rows)} comparisons, {tokens} log-probabilities"
     worst = max(differ, key=lambda row: row["metrics"]["differ"] / row["metrics"]["tokens"])

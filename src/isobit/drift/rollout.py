@@ -28,7 +28,7 @@ from isobit.drift.metrics import of_finite
 from isobit.drift.readings import RAW, Read, Sampling, processed, read_as
 from isobit.drift.report import Report, Row
 from isobit.drift.rollout_file import Rollout, read_rollouts
-from isobit.drift.subject import Progress, Subject, checked_sequences, subject
+from isobit.drift.subject import Progress, Subject, check_causal, checked_sequences, subject
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.integrations.hf.trial import evaluating
 
@@ -79,9 +79,11 @@ def measure_rollout(
         raise ContractError("drift(rollouts): none")
     given = _limited(every, tokens)
     about = subject(model, random_weights)
-    checked_sequences([one.ids for one in given], about.vocab, None, about.device)  # errors before it runs
+    # Errors before it runs.
+    sequences = checked_sequences([one.ids for one in given], about.vocab, None, about.device)
     trainer = _Trainer(about, given)
     with evaluating(model):
+        check_causal(model, sequences[0])
         rows, causes, remarks = _explained(trainer, say)
     if len(given) < len(every):
         beyond = f"the others are beyond {tokens} tokens"

@@ -13,6 +13,11 @@ from isobit.frame.contract import ContractError, dtype_name
 
 Prompts = Sequence[Sequence[int]] | Sequence[Tensor]
 
+#: Kernels change a logit by less than this, relative to the largest: experts may compute a token in another
+#: shape when another one changes. In an encoder with small random weights it may be as little; but its layers
+#: say that they are not causal.
+NOT_CAUSAL = 0.05
+
 #: Called with a line of text before each step.
 Progress = Callable[[str], None]
 
@@ -43,6 +48,23 @@ def subject(model: Any, random_weights: bool = False) -> Subject:
     weight = head.weight
     vocab = weight.shape[0]
     return Subject(model, weight.device, dtype_name(weight.dtype), vocab, _window(model), random_weights)
+
+
+@torch.no_grad()
+def check_causal(model: Any, sequence: Tensor) -> None:
+    """An error if the logits of a token change with the token after it."""
+    ids = sequence[:2][None]
+    vocab = model.get_output_embeddings().weight.shape[0]
+    changed = ids.clone()
+    changed[0, 1] = (changed[0, 1] + vocab // 2) % vocab
+    a, b = (model(input_ids=each, use_cache=False).logits[0, 0].double() for each in (ids, changed))
+    layers = [m.is_causal for m in getattr(model, "modules", list)() if hasattr(m, "is_causal")]
+    limit = 0 if layers and not any(layers) else NOT_CAUSAL
+    if (b - a).abs().max() > limit * (a - a.mean()).abs().max():
+        raise ContractError(
+            f"drift(model: {type(model).__name__}): not a causal LM: the logits of a token change with the "
+            "token after it"
+        )
 
 
 def _window(model: Any) -> int | None:

@@ -25,6 +25,9 @@ from isobit.drift.record import ATTENTION, TOKEN_BY_TOKEN, Digests, Event, Key, 
 #: States of a layer and a token in the heat map.
 EQUAL, INHERITED, ADDED = 0, 1, 2
 
+#: What names of own code have behind the name of their module, and the name of the whole model there.
+OWN, WHOLE = ", its own code", "the model"
+
 
 @dataclass
 class Found:
@@ -173,11 +176,18 @@ def _in_order(both: dict[Key, Both]) -> list[str]:
 
 def _before(name: str, child: Key) -> str:
     last = "attention" if child[0].endswith(ATTENTION) else child[0].rpartition(".")[2]
-    return f"{name or 'the model'}, its own code before {last}"
+    return f"{name or WHOLE}{OWN} before {last}"
+
+
+def module_of(name: str) -> str:
+    """The name of the module that a name in a report is of: `model.layers.0.self_attn` of
+    `model.layers.0.self_attn:attention` and of `model.layers.0.self_attn, its own code at the end`."""
+    name = name.partition(OWN)[0].removesuffix(ATTENTION)
+    return "" if name == WHOLE else re.sub(r" \(call \d+\)$", "", name)
 
 
 def _at_the_end(name: str) -> str:
-    return f"{name or 'the model'}, its own code at the end"
+    return f"{name or WHOLE}{OWN} at the end"
 
 
 def _own_code(name: str, each: Both, both: dict[Key, Both]) -> list[Found]:

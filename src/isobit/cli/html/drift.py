@@ -38,9 +38,24 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
             {"kind": kind, "modules": _some(found["modules"]), "call": found["call"]}
             for kind, found in report["remedies"].items()
         ],
-        "tried": (report.get("tried") or {}).get("in_words"),
+        "tried": [_tried(each) for each in report.get("tried") or []],
         "details": [_detail(row) for row in rows if row["metrics"]["differ"] or _adds(row)],
         "metrics": _all_metrics(rows),
+    }
+
+
+def _tried(tried: dict[str, Any]) -> dict[str, Any]:
+    count = len(tried["modules"])
+    what = f"{tried['kind']}, {count} module{'s' * (count != 1)}" if tried["kind"] else "zero_drift"
+    differ = sum(row["metrics"]["differ"] for row in tried["rows"])
+    ms = tried["after_ms"]
+    return {
+        "what": what,
+        "refused": tried["refused"],
+        "still": _some(tried["still"]) or ("none" if tried["kind"] else "-"),
+        "differ": differ,
+        "before": tried["before_differ"],
+        "ms": "" if ms is None else f"{ms:.3g} ms instead of {tried['before_ms']:.3g}",
     }
 
 
