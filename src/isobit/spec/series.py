@@ -136,6 +136,8 @@ class Series:
     difference: bool = False
     #: Time a copy of as many bytes next to it.
     copy: bool = True
+    #: Bytes decide most of its cases: pages show TB/s too, below the shares of the baseline's speed.
+    bandwidth: bool = False
 
 
 def by_rows(
