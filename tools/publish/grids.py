@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from isobit.bench.goals import Cell
+from isobit.bench.goals import Cell, cells
 from isobit.bench.report import Row
 
 
@@ -45,14 +45,25 @@ def share(cell: Cell) -> str:
     return f"{cell.share:.2f}" + "\\*" * cell.other_bits
 
 
+def with_copy(rows: Sequence[Row]) -> Callable[[Cell], str] | None:
+    """The same, and the share of the speed of a copy of as many bytes; None if no copy was timed."""
+    copies = {(cell.case, cell.direction): cell.share for cell in cells(rows, "copy")}
+
+    def both(cell: Cell) -> str:
+        return f"{share(cell)}, {copies[cell.case, cell.direction]:.2f}"
+
+    return both if copies else None
+
+
 def rate_of(rows: Sequence[Row]) -> Callable[[Cell], str]:
     """isobit's TB/s."""
     rates = {(row["case"], row["direction"]): row["tbps"] for row in rows if row["impl"] == "isobit"}
     return lambda cell: f"{rates[cell.case, cell.direction]:.2f}"
 
 
-def grids(some: Sequence[Cell], shown: Callable[[Cell], str] = share) -> list[list[list[str]]]:
-    """Tables of cells: rows by the first size, columns by the rest, each in ascending order."""
+def grids(some: Sequence[Cell], shown: Callable[[Cell], str] | None = None) -> list[list[list[str]]]:
+    """Tables of cells, by default of their shares: rows by the first size, columns by the rest, each in
+    ascending order."""
     row_size, *column_sizes = _different(some)
     columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in column_sizes) for cell in some))
     known = {(cell.sizes[row_size], tuple(cell.sizes[name] for name in column_sizes)): cell for cell in some}
@@ -65,6 +76,6 @@ def grids(some: Sequence[Cell], shown: Callable[[Cell], str] = share) -> list[li
         lines = [[row_size, *titles]]
         for size in sorted({cell.sizes[row_size] for cell in some}):
             line = [known.get((size, column)) for column in own]
-            lines.append([str(size), *("-" if cell is None else shown(cell) for cell in line)])
+            lines.append([str(size), *("-" if cell is None else (shown or share)(cell) for cell in line)])
         tables.append(lines)
     return tables

@@ -37,7 +37,7 @@ from isobit.check.stamp import why_stale
 from isobit.frame.op import public_ops
 from publish import drift
 from publish.declared import render_declared
-from publish.grids import by_options, fills_a_grid, grids, rate_of, same_in_all
+from publish.grids import by_options, fills_a_grid, grids, rate_of, same_in_all, with_copy
 from publish.headline import headlines, origin
 from publish.judged import judged
 from publish.overview import OLDER, legend, limit_of, overview, shown_of
@@ -251,12 +251,15 @@ def _grids(report: Report, series: Sequence[str]) -> str:
             parts.append(f"`{op}`\n\n{_lines(own)}")
             continue
         mine = by_options([cell for cell in all_cells if cell.op == op])
+        by_bytes = op in report.get("bandwidth", ())
+        copied = with_copy(own) if by_bytes else None
         if op not in steps and all(map(fills_a_grid, mine.values())):
             for options, some in mine.items():
                 said = [options] * (len(mine) > 1) + same_in_all(some)
-                what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}"])
-                parts += [what, *_tables(grids(some))]
-            if op in report.get("bandwidth", ()):
+                named = " and of a copy of as many bytes" * (copied is not None)
+                what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}{named}"])
+                parts += [what, *_tables(grids(some, copied))]
+            if by_bytes and copied is None:
                 parts += [f"`{op}`, TB/s of isobit", *_tables(grids(next(iter(mine.values())), rate_of(own)))]
             parts += [*_usual_host(report, op), *_errors_and_difference(report, op)]
         else:

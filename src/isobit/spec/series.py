@@ -136,7 +136,8 @@ class Series:
     difference: bool = False
     #: Time a copy of as many bytes next to it.
     copy: bool = True
-    #: Bytes decide most of its cases: pages show TB/s too, below the shares of the baseline's speed.
+    #: Bytes decide most of its cases. Pages show the share of a copy's speed next to that of the
+    #: baseline's, or without a copy TB/s in a grid of their own.
     bandwidth: bool = False
 
 
