@@ -173,6 +173,30 @@ def test_what_limits_the_delta_rule() -> None:
     assert not_said(text, [said, "another 3 % of the bytes"]) == []
 
 
+# Counts
+
+
+def test_counts_of_instructions_and_products() -> None:
+    """Of a block of attention's scores on an SM: 4096 FLOP of tensor cores, 128 lanes and 16 exponentials a
+    cycle, nine operations and an `exp2` for a tanh. And of the three products of `linear_policy_loss`, at the
+    speeds that its page names."""
+    scores = 128 * 128
+    products, softmax, tanh, exp2 = 2 * 2 * scores * 128 // 4096, 5, 9, scores // 16
+    text = section("attention.md", "Speed")
+    assert not_said(text, [
+        f"block of 128 x 128 scores need {products} cycles",
+        f"softmax needs {softmax * scores // 128} of its 128 lanes, and {exp2} of the 16 units for",
+        f"of the tanh make that {(softmax + tanh) * scores // 128} and {2 * exp2}:",
+    ]) == []  # fmt: skip
+    text = section("linear_policy_loss.md", "Numbers")
+    dw = next(e for e in summary(rows("det_gemm"), "torch.mm", GOALS) if e["what"].startswith("dW"))
+    dh = [float(x) for x in re.findall(r"for dH has ([\d.]+) to ([\d.]+) of it", text)[0]]
+    (of_dw,) = re.findall(r"the sum over tokens for dW has \[([\d.]+)\]", text)
+    assert abs(float(of_dw) - dw["geomean"]) < 0.03  # of one shape, among those of the mean
+    most, least = (1 + 1 / float(of_dw) + 1 / share for share in dh)
+    assert f"they take {least:.1f} to {most:.1f} times" in text
+
+
 def test_a_figure_that_was_not_measured_is_found() -> None:
     text = section("det_gemm.md", "What limits it")
     assert not_said(text, ["(goal 0.99)", "From 0.87", "From 0.88"]) == ["From 0.88"]
