@@ -310,12 +310,8 @@ def test_a_summary_is_a_mean_a_slowest_cell_and_a_verdict() -> None:
     assert many["least_at"] == "det_gemm_dx M=4096 K=16 N=8 bf16"
     assert few["geomean"] == pytest.approx(0.4**0.5, abs=1e-4) and few["met"] is True
     assert few["goal_least"] is None
-    assert (nothing["cells"], nothing["met"], nothing["geomean"], nothing["goal_geomean"]) == (
-        0,
-        None,
-        None,
-        1,
-    )
+    empty = {"cells": 0, "met": None, "geomean": None, "goal_geomean": 1}
+    assert {name: nothing[name] for name in empty} == empty
 
 
 def test_the_goals_of_products() -> None:

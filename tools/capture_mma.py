@@ -244,7 +244,7 @@ def trees(tiles: Sequence[Tile]) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]
                 while len(sums) > 1:
                     sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
             d = np.where(np.isnan(sums[0]), np.int32(0x7FFFFFFF), sums[0].view(np.int32)).view(np.float32)
-            a, b = (torch.cat([leaf[side] for leaf in leaves], 1) for side in (1, 2))
+            a, b = torch.cat([leaf[1] for leaf in leaves], 1), torch.cat([leaf[2] for leaf in leaves], 1)
             yield f"tree from {leaves[0][0]!r}, K={K * LEAVES}", a, b, torch.from_numpy(d)
 
 
