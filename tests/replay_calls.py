@@ -238,6 +238,7 @@ CALLS = {
     ),
     "head backward, of a sum": _head_bwd(dlogp=Shape((5,), F32, expanded=True)),
     "head backward, frozen": _head_bwd(want_weight=False),
+    "head backward, temperatures of rows": _head_bwd(temperature=shape(5, dtype=F32)),
     "head backward, kept": _head_bwd(**_kept(5, 600)),
     "head backward, padded vocabulary": _head_bwd(vocab_size=500, bias=shape(600, dtype=F32), want_bias=True),
     "head backward, several slabs": _head_bwd(V=1100, workspace_bytes=0),
@@ -257,6 +258,10 @@ CALLS = {
     "logp, few rows": _logits(5, 20000, **_ALL),
     "logp, many rows": _logits(_MANY, 1100, mask=shape(_MANY, dtype=BOOL)),
     "logp, short rows": _logits(5, 1000, temperature=0.7),
+    "logp, temperatures of rows": _logits(5, 1000, temperature=shape(5, dtype=F32)),
+    "logp backward, temperatures of rows": _logits_bwd(5, 1000, temperature=shape(5, dtype=F32)),
+    "ratio_kl, temperatures of rows": _pair(5, 1000, temperature=shape(5, dtype=F32)),
+    "grpo_loss, temperatures of rows": _loss(2, 3, 1000, temperature=shape(2, 3, dtype=F32)),
     "logp backward": _logits_bwd(5, 1000, **_of_rows(5, "entropy", "dentropy", "dlse")),
     "logp backward, of a sum": _logits_bwd(
         5, 20000, mask=shape(5, dtype=BOOL), dlogp=Shape((5,), F32, expanded=True)
@@ -343,7 +348,6 @@ REFUSED = {
     "mask of a stream": (CALLS["gemm_dw"].but(mask=shape(700, dtype=BOOL)), "arange"),
     "sequences of a stream": (CALLS["gemm_dw"].but(cu_seqlens=shape(3, dtype=INT64)), "arange"),
     "no tokens": (_linear(0), "zeros"),
-    "temperatures of rows": (_logits(5, 1000, temperature=shape(5, dtype=F32)), "_to_copy"),
     "head, triton": (_head().on("triton"), "ne"),
     "head backward, triton": (_head_bwd().on("triton"), "ne"),
     "head, shards in triton": (_head(V=640, padded_vocab=640).on("triton-8x4"), "ne"),

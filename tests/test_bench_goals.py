@@ -13,7 +13,7 @@ from benchmarks.goals.linear_logp import GOALS
 from benchmarks.goals.logp import GOALS as LOGP_GOALS
 from isobit.bench import runner
 from isobit.bench.cases import series_of, subject_of
-from isobit.bench.goals import Goal, cells, limit, longer_of_floor_and, summary
+from isobit.bench.goals import Goal, cells, limit, longer_of_floor_and, summary, why_unmeasured
 from isobit.bench.implementations import calls_of
 from isobit.bench.report import ROW, format_report, format_summary
 from isobit.cli.html.bench import section
@@ -227,7 +227,9 @@ def a_report(**more: Any) -> dict[str, Any]:
     return head | {"rows": found, "summary": summary(found, "native", FOUR)} | more
 
 
-def test_a_goal_that_was_not_measured_says_so_and_why(tmp_path: Path) -> None:
+def test_a_goal_that_was_not_measured_says_so_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = a_report()
     *_, loss, large = report["summary"]
     assert loss | large == dict.fromkeys(loss) | {
@@ -238,11 +240,16 @@ def test_a_goal_that_was_not_measured_says_so_and_why(tmp_path: Path) -> None:
         "none loss, against trl: not measured: not installed; needs a | b",
         "none large, against native: not measured",
     ]
+    # A rival that was timed lacks nothing: the run had no case of this goal.
+    elsewhere = report["rows"][-1] | {"impl": "trl", "case": "N=1 D=1 V=1 bf16", "ms": 1.0}
+    assert why_unmeasured(loss, report["notes"], report["rows"]) == "not measured: not installed; needs a | b"
+    assert why_unmeasured(loss, report["notes"], [*report["rows"], elsewhere]) == "not measured"
     path = tmp_path / "linear_logp.json"
     path.write_text(json.dumps(report))
     shown = tables.render_op(path)
     assert "| loss | ms | trl | 0 | not measured: not installed; needs a \\| b |" in shown
     assert "| large | 0 | not measured | - |" in shown
+    monkeypatch.setattr("publish.overview.judged", lambda path: json.loads(path.read_text()))
     assert overview(tmp_path, ["linear_logp"])[0][1][-1] == "1 of 2, 2 not measured"
     assert summary_line(report) == "bench of linear_logp: 2 rows, 1 of 2 goals met, 2 not measured"
     page = section(report)

@@ -2,6 +2,8 @@
 bits that a call with its own number gives it, and in the reference what the formula says."""
 
 import itertools
+import re
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.compiler import ASTSource
 
+import to_ptx
 from interpreted import in_interpreter
-from isobit.kernels.host.temperature import scaling
+from isobit.kernels.host.temperature import LOG2E, scaling
+from isobit.kernels.triton.temperature import BLOCK, factors_of_rows
 from isobit.ops.logp import kernels_triton, reference
 
 NAN = float("nan")
@@ -103,6 +108,19 @@ def test_numbers_are_rounded_once() -> None:
         each.scales, torch.tensor(numbers[0].scale * float(t[0])).float() / t
     )  # the control
     assert numbers[0].scales is None and numbers[0].inverses is None
+
+
+@pytest.mark.compat
+def test_the_kernel_divides_in_fp64_to_nearest() -> None:
+    """As the host does for a number. The interpreter, above, has one division only; a GPU has several."""
+    types = {"temperature": "*fp32", "scales": "*fp32", "inverses": "*fp32", "N": "i32", "inner": "i32"}
+    types |= {"outer_stride": "i32", "inner_stride": "i32", "LOG2E": "constexpr", "BLOCK": "constexpr"}
+    source = ASTSource(factors_of_rows, types, {(7,): LOG2E, (8,): BLOCK})
+    ptx = to_ptx.compiled(source, {"num_warps": 4}).asm["ptx"]
+    divisions = set(re.findall(r"div\.\S*f\d+", ptx))
+    assert divisions == {"div.rn.f64"} and "cvt.rn.f32.f64" in ptx
+    (bits,) = struct.unpack(">Q", struct.pack(">d", LOG2E))
+    assert f"0d{bits:016X}" in ptx  # not rounded to fp32 on its way
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 and to the model that docs/numerics/products.md prints. Each comparison has controls that must differ."""
 
 import doctest
+import functools
 import json
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from isobit.numerics import (
     mma,
     segments,
     step,
+    tree,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +104,37 @@ def test_the_golden_vectors_hold_what_is_hard(name: str) -> None:
 def test_a_model_that_is_wrong_in_one_constant_differs(control: str) -> None:
     like = CONTROLS[control]
     assert any(not same(chain(a, b.t(), c, like=like), d) for _, a, b, c, d in everything("bf16"))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_model_of_trees_equals_leaves_that_a_gpu_computed(name: str) -> None:
+    """Golden vectors of tree8: an H200 computed the leaves, and fp32 additions are the same everywhere."""
+    trees = list(capture.trees(everything(name)))
+    assert {a.shape[1] for _, a, _, _ in trees} == {8 * 16, 8 * 512} and len(trees) >= 26
+    assert not [category for category, a, b, d in trees if not same(tree(a, b.t()), d)]
+    d = torch.cat([d.flatten() for *_, d in trees])
+    assert all(found.sum() > 20 for found in (d.isnan(), d.isinf(), d.isfinite() & (d != 0)))
+
+
+def one_chain(a: Tensor, b: Tensor) -> Tensor:
+    return chain(a, b.t())
+
+
+def leaves_in_turn(a: Tensor, b: Tensor) -> Tensor:
+    leaf = a.shape[1] // 8
+    sums = [chain(a[:, k : k + leaf], b[:, k : k + leaf].t()) for k in range(0, 8 * leaf, leaf)]
+    return functools.reduce(torch.add, sums)
+
+
+def leaves_that_end_elsewhere(a: Tensor, b: Tensor) -> Tensor:
+    a, b = (torch.cat([x[:, 8:], x[:, :8]], 1) for x in (a, b))
+    return tree(a, b.t())
+
+
+@pytest.mark.parametrize("wrong", [one_chain, leaves_in_turn, leaves_that_end_elsewhere])
+def test_trees_of_another_order_differ(wrong: Callable[[Tensor, Tensor], Tensor]) -> None:
+    found = [(bits(wrong(a, b)) != bits(d))[d.isfinite()] for _, a, b, d in capture.trees(everything("bf16"))]
+    assert torch.cat(found).sum() > 100
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -399,27 +432,41 @@ def test_captured_tiles_are_kept_where_wrong_models_show(tmp_path: Path) -> None
         assert (bits(chain(a, b.t(), c, like=like)) != d).any()
 
 
-@pytest.mark.parametrize("flipped", [0, 1])
+@pytest.mark.parametrize(("flipped", "in_trees"), [(0, 0), (1, 0), (0, 1)])
 def test_a_capture_compares_and_saves(
-    flipped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flipped: int,
+    in_trees: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def gpu(a: Tensor, b: Tensor, c: Tensor, *_: Any) -> tuple[Tensor, str]:
         d = chain(a[0], b[0].t(), c[0])
         bits(d)[0, 0] ^= flipped
         return d[None], "model"
 
+    def kernels(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+        d = tree(a, b.t())
+        bits(d)[0, 0] ^= in_trees
+        return d
+
     few = list(capture.step_tiles(torch.bfloat16))[:2]
     monkeypatch.setattr(capture, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(capture, "stamp", lambda device: {"gpu": "none"})
     monkeypatch.setattr(capture, "run", gpu)
+    monkeypatch.setattr(capture, "run_tree", kernels)
+    monkeypatch.setattr(capture, "tree_backends", lambda device: ["kernels"])
     monkeypatch.setattr(capture, "step_tiles", lambda dtype: few)
     monkeypatch.setattr(capture, "chain_tiles", lambda dtype: [])
     folder = tmp_path / "not" / "there"
     monkeypatch.setattr("sys.argv", ["capture", "--save", str(folder)])
-    assert capture.main() == flipped
+    assert capture.main() == flipped + in_trees
     assert sorted(path.name for path in folder.iterdir()) == ["mma_bf16.npz", "mma_fp16.npz"]
     verdict = "does not keep chain16: 8 of" if flipped else "keeps chain16: 0 of"
-    assert verdict in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert verdict in printed
+    # A flipped bit of a tile is in its tree too: the leaves are what the GPU computed.
+    assert ("keeps tree8: 0 of" in printed) == (flipped == in_trees == 0)
 
 
 def test_without_a_gpu_there_is_nothing_to_capture(

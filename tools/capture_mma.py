@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Does this GPU keep the class `chain16`? Compares its tensor cores with the model, bit for bit.
+"""Does this GPU keep the classes `chain16` and `tree8`? Compares it with the model, bit for bit.
 
     python tools/capture_mma.py                       compare, category by category
     python tools/capture_mma.py --save tests/golden   and save golden vectors of its results
@@ -10,6 +10,9 @@ warp for every 16 x 16 part, which is `mma.sync`. The inputs are drawn to exerci
 products around every limit (subnormal, underflow, overflow, the bits that alignment truncates), sums that
 cancel, zeros of both signs, infinities, NaN with payloads, and arbitrary bits.
 
+Eight tiles from an accumulator of 0 are the leaves of a tree. The kernels of `tree8` compute it, and must
+have the bits of the tiles' own results, added as fp32 numbers on the CPU; and so must the model.
+
 The golden vectors are a part of the tiles: the rows and columns on which wrong models, those of `CONTROLS`,
 differ most. Exits with 1 if any bit differs.
 """
@@ -18,7 +21,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,11 @@ from torch import Tensor
 
 from isobit.check.stamp import stamp
 from isobit.frame.device import default_device
+from isobit.frame.op import known_op
+from isobit.numerics import LEAVES, TREE8
 from isobit.numerics.mma import Step, chain
+from isobit.numerics.trees import tree
+from isobit.ops.det_gemm import det_gemm
 
 SIDE = 64  # rows and columns of a tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -219,6 +226,54 @@ def bits(x: Tensor) -> Tensor:
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
+#: (category, a, b, c, d) of a tile, a and b as rows of k, c and d as raw fp32.
+Tile = tuple[str, Tensor, Tensor, Tensor, Tensor]
+
+
+def trees(tiles: Sequence[Tile]) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(category, a, b, d) of products in class tree8, whose leaves are eight neighbouring tiles from +0, all
+    steps or all chains. d is made of what the GPU computed for the leaves. fp32 additions are the same on
+    every machine, but for a NaN, which is 0x7fffffff on a GPU."""
+    from_zero = [tile for tile in tiles if not bits(tile[3]).any()]
+    for K in dict.fromkeys(tile[1].shape[1] for tile in from_zero):
+        alike = [tile for tile in from_zero if tile[1].shape[1] == K]
+        for first in range(len(alike)):
+            leaves = [alike[(first + i) % len(alike)] for i in range(LEAVES)]
+            sums = [leaf[4].numpy() for leaf in leaves]
+            with np.errstate(all="ignore"):
+                while len(sums) > 1:
+                    sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
+            d = np.where(np.isnan(sums[0]), np.int32(0x7FFFFFFF), sums[0].view(np.int32)).view(np.float32)
+            a, b = torch.cat([leaf[1] for leaf in leaves], 1), torch.cat([leaf[2] for leaf in leaves], 1)
+            yield f"tree from {leaves[0][0]!r}, K={K * LEAVES}", a, b, torch.from_numpy(d)
+
+
+def tree_backends(device: torch.device) -> list[str]:
+    """Those whose kernels promise tree8 on this device."""
+    every = known_op("det_gemm").backends
+    return [backend.name for backend in every if backend.launches and backend.numerics_on(device) == TREE8]
+
+
+def run_tree(a: Tensor, b: Tensor, device: torch.device, backend: str) -> Tensor:
+    """a b^T by the kernels of a backend of class tree8."""
+    a, b = a.to(device), b.to(device)
+    return det_gemm(a, b.t(), out_dtype=torch.float32, numerics=TREE8, backend=backend).cpu()
+
+
+def compare_trees(name: str, tiles: Sequence[Tile], device: torch.device) -> tuple[int, int]:
+    """How many results of class tree8 there are, and how many differ from their leaves or from the model."""
+    results = wrong = 0
+    for category, a, b, d in trees(tiles):
+        line = f"{name} {category:24s}"
+        found = {backend: run_tree(a, b, device, backend) for backend in tree_backends(device)}
+        for what, c in {"model": tree(a, b.t()), **found}.items():
+            differ = int((bits(c) != bits(d)).sum())
+            line += f"  {what}: {differ} of {d.numel()} differ"
+            results, wrong = results + d.numel(), wrong + differ
+        print(line)
+    return results, wrong
+
+
 def telling(a: Tensor, b: Tensor, c: Tensor, d: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """The rows and columns of a tile on which the controls differ most; rare differences weigh more."""
     weight = torch.zeros(d.shape, **DRAWN)
@@ -230,7 +285,7 @@ def telling(a: Tensor, b: Tensor, c: Tensor, d: Tensor, side: int) -> tuple[Tens
     return rows, cols
 
 
-def save(path: Path, tiles: list[tuple[str, Tensor, Tensor, Tensor, Tensor]], origin: dict[str, Any]) -> None:
+def save(path: Path, tiles: Sequence[Tile], origin: dict[str, Any]) -> None:
     """Golden vectors of tiles (category, a, b, c, d) with their origin. Steps keep 8 x 8 outputs of a tile,
     chains 4 x 4, because the factors of a chain take more space than its results."""
     kept: dict[str, list[Any]] = {}
@@ -257,9 +312,9 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     origin = stamp(device)
     print(", ".join(f"{k} {v}" for k, v in origin.items()))
-    compared = wrong = 0
+    compared = wrong = in_trees = wrong_trees = 0
     for name, dtype in DTYPES.items():
-        tiles = []
+        tiles: list[Tile] = []
         for category, *inputs in [*step_tiles(dtype), *chain_tiles(dtype)]:
             a, b, c = (
                 x.to(t).contiguous() for x, t in zip(inputs, (dtype, dtype, torch.float32), strict=True)
@@ -273,11 +328,17 @@ def main() -> int:
                 compared, wrong = compared + model.numel(), wrong + differ
             print(line)
             tiles.append((category, a, b, c, d[0]))
+        more, differ = compare_trees(name, tiles, device)
+        in_trees, wrong_trees = in_trees + more, wrong_trees + differ
         if folder is not None:
             save(folder / f"mma_{name}.npz", tiles, origin)
-    verdict = "keeps" if not wrong else "does not keep"
-    print(f"this GPU {verdict} chain16: {wrong} of {compared} results differ from the model")
-    return int(wrong > 0)
+    print(f"{_keeps('chain16', wrong)}: {wrong} of {compared} results differ from the model")
+    print(f"{_keeps('tree8', wrong_trees)}: {wrong_trees} of {in_trees} results differ from their leaves")
+    return int(wrong + wrong_trees > 0)
+
+
+def _keeps(numerics: str, wrong: int) -> str:
+    return f"this GPU {'does not keep' if wrong else 'keeps'} {numerics}"
 
 
 if __name__ == "__main__":

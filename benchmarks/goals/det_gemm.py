@@ -44,7 +44,17 @@ def _proposed(numerics: Numerics) -> Callable[[Cell], bool]:
     return chooses
 
 
-TREE = "isobit:tree8"
+CHAIN, TREE = "isobit", "isobit:tree8"
+
+
+def _in_its_class(sizes: dict[str, int]) -> str:
+    """A layer in the class that is proposed for it, at any number of rows."""
+    return TREE if proposed_class(sizes["K"], sizes["N"]) == TREE8 else CHAIN
+
+
+def _slow_in_a_chain(cell: Cell) -> bool:
+    return _in_tree(1, 512, N=5120)(cell) and cell.others.get(CHAIN, 1.0) < 0.9
+
 
 GOALS = (
     Goal("forward and dX, M > 768", _many, mean=0.98, least=0.90),
@@ -60,10 +70,14 @@ GOALS = (
     Goal("rollouts, dX", _is("det_gemm_cold_dx"), mean=0.95),
     Goal("rollouts, dW", _is("det_gemm_cold_dw"), mean=0.95),
     Goal("rollouts in class tree8, M <= 512, N <= 5120", _in_tree(1, 512, N=5120), mean=1.0, impl=TREE),
+    Goal("rollouts in class tree8, where chain16 is under 0.9, M <= 512, N <= 5120", _slow_in_a_chain,
+         least=1.1, impl=TREE),
     Goal("rollouts in class tree8, M > 1300, K >= 4096", _in_tree(1301, 10**6, least_k=4096), mean=0.90,
          impl=TREE),
     Goal("rollouts in class tree8, M > 1300, K 1536 to 4095",
          _in_tree(1301, 10**6, least_k=1536, most_k=4095), mean=0.80, impl=TREE),
+    Goal("rollouts, M <= 512, each layer in the class that is proposed for it", _rows(1, 512), mean=0.97,
+         least=0.88, impl=_in_its_class),
     Goal("rollouts, M <= 512, layers for which chain16 is proposed", _proposed(CHAIN16), mean=0.97,
          least=0.88),
     Goal("rollouts, M <= 512, layers for which tree8 is proposed", _proposed(TREE8), mean=0.97, least=0.88,

@@ -8,7 +8,6 @@ product. A rival does the same work as isobit; the best is the one with the smal
 both ran. Variants of the baseline (`torch.mm_nosplit`) and of isobit (`isobit:triton`) are not rivals.
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from isobit.bench.cases import Subject
 from isobit.bench.goals import tally
 from isobit.bench.report import NEW, Report, Row
 from isobit.check.stamp import why_stale
+from publish.judged import judged
 
 #: Directions that get a line; a backward alone only if nothing else was timed. Those with a name of their own
 #: (dx, dw) are kinds of calls already.
@@ -62,7 +62,7 @@ def overview(results_dir: Path, names: Iterable[str]) -> tuple[list[list[str]], 
     for name in names:
         path = results_dir / f"{name}.json"
         if path.is_file():
-            lines += _of_file(json.loads(path.read_text()))
+            lines += _of_file(judged(path))
         else:
             missing.append(name)
     return lines, missing

@@ -22,7 +22,6 @@ line that says how to make it.
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -30,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from isobit.bench.cases import subject_of, suite_of
-from isobit.bench.goals import Cell, cells, why_unmeasured
+from isobit.bench.goals import cells, why_unmeasured
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
@@ -38,7 +37,9 @@ from isobit.check.stamp import why_stale
 from isobit.frame.op import public_ops
 from publish import drift
 from publish.declared import render_declared
+from publish.grids import by_options, fills_a_grid, grids, rate_of, same_in_all, with_copy
 from publish.headline import headlines, origin
+from publish.judged import judged
 from publish.overview import OLDER, legend, limit_of, overview, shown_of
 from publish.proven import proven
 from publish.rollouts import are_rollouts, rollouts
@@ -58,8 +59,12 @@ _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd", "bwd": "bwd"}
 
 
 def render_op(path: Path, series: Sequence[str] = ()) -> str:
-    """The tables of one results file, for all or some kinds of calls, with the stamp under them."""
-    report: Report = json.loads(path.read_text())
+    """The tables of one results file as its run judged it."""
+    return render(json.loads(path.read_text()), path.stem, series)
+
+
+def render(report: Report, name: str, series: Sequence[str] = ()) -> str:
+    """The tables of one report, for all or some kinds of calls, with the stamp under them."""
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
@@ -68,7 +73,7 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
     for note in report.get("notes", ()):
         if note.startswith(UNFINISHED):
             stamp += f"; {note}"
-    parts = [*_goals(report), *_body(report, path.stem, series)]
+    parts = [*_goals(report), *_body(report, name, series)]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
 
 
@@ -223,6 +228,10 @@ def _figures(group: dict[str, Row], rivals: Sequence[str], limit: str) -> list[s
 # Grids
 
 
+def _tables(grids: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+    return [_markdown(lines, left=0) for lines in grids]
+
+
 def _grids(report: Report, series: Sequence[str]) -> str:
     """A grid for each kind of call: rows by one size, columns by the others. If most of a grid would be
     empty, and for whole steps, a line per case. What has no size but its batch is a step too."""
@@ -241,47 +250,23 @@ def _grids(report: Report, series: Sequence[str]) -> str:
         if op not in known:  # timed without the baseline: show what there is, line by line
             parts.append(f"`{op}`\n\n{_lines(own)}")
             continue
-        mine = _by_options([cell for cell in all_cells if cell.op == op])
-        if op not in steps and all(map(_fills_a_grid, mine.values())):
+        mine = by_options([cell for cell in all_cells if cell.op == op])
+        by_bytes = op in report.get("bandwidth", ())
+        copied = with_copy(own) if by_bytes else None
+        if op not in steps and all(map(fills_a_grid, mine.values())):
             for options, some in mine.items():
-                said = [options] * (len(mine) > 1) + _same_in_all(some)
-                what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}"])
-                parts.append(f"{what}\n\n{_grid(some)}")
+                said = [options] * (len(mine) > 1) + same_in_all(some)
+                named = " and of a copy of as many bytes" * (copied is not None)
+                what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}{named}"])
+                parts += [what, *_tables(grids(some, copied))]
+            if by_bytes and copied is None:
+                parts += [f"`{op}`, TB/s of isobit", *_tables(grids(next(iter(mine.values())), rate_of(own)))]
             parts += [*_usual_host(report, op), *_errors_and_difference(report, op)]
         else:
             parts.append(f"`{op}`\n\n{_line_per_case(report, op, against, op in steps)}")
     if any(cell.other_bits for cell in all_cells):
         parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
     return "\n\n".join(parts)
-
-
-def _by_options(some: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Cells by their options, which a grid cannot show."""
-    groups: dict[str, list[Cell]] = {}
-    for cell in some:
-        options = (word for word in cell.case.split() if "=" in word and word.split("=")[0] not in cell.sizes)
-        groups.setdefault(" ".join(options), []).append(cell)
-    return groups
-
-
-def _fills_a_grid(some: Sequence[Cell]) -> bool:
-    """Whether at least half of the grid is filled."""
-    row_size, *column_sizes = some[0].sizes
-    columns = {tuple(cell.sizes[name] for name in column_sizes) for cell in some}
-    return 2 * len(some) >= len({cell.sizes[row_size] for cell in some}) * len(columns)
-
-
-def _different(some: Sequence[Cell]) -> list[str]:
-    """The first size, and those of the others that vary between cells; or all, if none varies."""
-    row_size, *column_sizes = some[0].sizes
-    varying = [name for name in column_sizes if len({cell.sizes[name] for cell in some}) > 1]
-    return [row_size, *(varying or column_sizes)]
-
-
-def _same_in_all(some: Sequence[Cell]) -> list[str]:
-    named = _different(some)
-    same = " ".join(f"{name}={size}" for name, size in some[0].sizes.items() if name not in named)
-    return [same] if same else []
 
 
 def _usual_host(report: Report, op: str) -> list[str]:
@@ -382,7 +367,7 @@ def _goals(report: Report) -> list[str]:
     times = [["goal", "figure", "against", "cells", "times at most"]]
     for e in report.get("summary", ()):
         if e["met"] is None:
-            missing = why_unmeasured(e, report.get("notes", ())).replace("|", "\\|")
+            missing = why_unmeasured(e, report.get("notes", ()), report["rows"]).replace("|", "\\|")
             if e["goal_most"] is None:
                 shares.append([e["what"], *([e["against"]] * len(named)), "0", missing, "-"])
             else:
@@ -396,30 +381,6 @@ def _goals(report: Report) -> list[str]:
             times.append([e["what"], e["figure"], e["against"], str(e["cells"]), most])
     left = 1 + len(named)
     return [_markdown(table, n) for table, n in ((shares, left), (times, 3)) if len(table) > 1]
-
-
-#: A grid with more columns would be wider than a page, and is divided into several.
-MOST_COLUMNS = 9
-
-
-def _grid(some: Sequence[Cell]) -> str:
-    """Rows by the first size, columns by the rest, each in ascending order; an asterisk if bits differ."""
-    row_size, *column_sizes = _different(some)
-    columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in column_sizes) for cell in some))
-    known = {(cell.sizes[row_size], tuple(cell.sizes[name] for name in column_sizes)): cell for cell in some}
-    each = math.ceil(len(columns) / math.ceil(len(columns) / MOST_COLUMNS))
-    grids = []
-    for own in (columns[i : i + each] for i in range(0, len(columns), each)):
-        titles = (
-            " ".join(f"{n}={size}" for n, size in zip(column_sizes, sizes, strict=True)) for sizes in own
-        )
-        lines = [[row_size, *titles]]
-        for size in sorted({cell.sizes[row_size] for cell in some}):
-            line = [known.get((size, column)) for column in own]
-            shown = ("-" if c is None else f"{c.share:.2f}" + "\\*" * c.other_bits for c in line)
-            lines.append([str(size), *shown])
-        grids.append(_markdown(lines, left=0))
-    return "\n\n".join(grids)
 
 
 _OVER_ALL = {
@@ -440,7 +401,7 @@ def updated(text: str, results_dir: Path) -> str:
         elif name in _OVER_ALL:
             shown = _OVER_ALL[name](results_dir)
         else:
-            shown = render_op(path, series.split()) if path.is_file() else _missing(name)
+            shown = render(judged(path), name, series.split()) if path.is_file() else _missing(name)
         return f"{opening}{shown}{closing}"
 
     return _MARKED.sub(rendered, text)

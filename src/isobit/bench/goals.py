@@ -6,7 +6,7 @@ the same minute. Goals use the rows of a report only, so a summary can be made a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -16,6 +16,8 @@ _LEAST = 1e-6
 Row = dict[str, Any]
 #: Rows of one case and direction by implementation.
 Group = Mapping[str, Row]
+#: The name of an implementation, or sizes -> its name.
+Impl = str | Callable[[dict[str, int]], str]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Cell:
     sizes: dict[str, int]
     share: float  # of the baseline's speed
     other_bits: bool  # the baseline has other bits
+    others: Mapping[str, float] = field(default_factory=dict)  # such shares of all implementations timed here
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class Goal:
     figure that must be 0.
 
     `against` is an implementation or a `Base`; None is the series' own baseline. `figure` is the key of the
-    row that is compared, and `impl` the implementation.
+    row that is compared, and `impl` the implementation, or a function of the sizes that names it, for a
+    choice that depends on the shape.
     """
 
     what: str
@@ -96,10 +100,10 @@ class Goal:
     most: float | None = None
     against: str | Base | None = None
     figure: str = "ms"
-    impl: str = "isobit"
+    impl: Impl = "isobit"
 
 
-def cells(rows: Sequence[Row], against: str | Base, impl: str = "isobit", figure: str = "ms") -> list[Cell]:
+def cells(rows: Sequence[Row], against: str | Base, impl: Impl = "isobit", figure: str = "ms") -> list[Cell]:
     """Every case and direction in which both were timed on a GPU, in order."""
     base = impl_as_base(against, figure) if isinstance(against, str) else against
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
@@ -107,12 +111,19 @@ def cells(rows: Sequence[Row], against: str | Base, impl: str = "isobit", figure
         groups.setdefault((row["op"], row["case"], row["direction"]), {})[row["impl"]] = row
     result = []
     for (op, case, direction), group in groups.items():
-        ours, theirs = group.get(impl, {}).get(figure), base.figure(group)
-        if ours is not None and theirs is not None:
+        sizes, theirs = sizes_of(case), base.figure(group)
+        if theirs is None:
+            continue
+        shares = {
+            name: theirs / max(row[figure], _LEAST)
+            for name, row in group.items()
+            if row.get(figure) is not None
+        }
+        share = shares.get(impl if isinstance(impl, str) else impl(sizes))
+        if share is not None:
             equal = group.get(base.name, {}).get("equal_bits")
             other_bits = equal is not None and equal < 1
-            share = theirs / max(ours, _LEAST)
-            result.append(Cell(op, case, direction, sizes_of(case), share, other_bits))
+            result.append(Cell(op, case, direction, sizes, share, other_bits, shares))
     return result
 
 
@@ -169,8 +180,10 @@ def tally(entries: Sequence[dict[str, Any]], noun: str = "") -> str:
     return ", ".join(filter(None, (counted, unmeasured)))
 
 
-def why_unmeasured(entry: dict[str, Any], notes: Sequence[str]) -> str:
-    """`not measured`, with what the notes of the report say of the rival."""
+def why_unmeasured(entry: dict[str, Any], notes: Sequence[str], rows: Sequence[Row] = ()) -> str:
+    """`not measured`, with what the notes of the report say of the rival. If it has rows, they are about
+    other calls than those of the goal, of which the run had none."""
     start = f"{entry['against']}: "
-    reasons = "; ".join(note.removeprefix(start) for note in notes if note.startswith(start))
+    timed = any(row["impl"] == entry["against"] for row in rows)
+    reasons = "; ".join(note.removeprefix(start) for note in notes if note.startswith(start) and not timed)
     return f"not measured: {reasons}" if reasons else "not measured"

@@ -103,16 +103,20 @@ def format_stamp(stamp: dict[str, Any]) -> str:
     return f"{stamp['gpu']}, driver {stamp['driver']}, {versions}; {rates}{source}{checked}"
 
 
-def format_summary(entries: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> list[str]:
+def format_summary(
+    entries: Sequence[dict[str, Any]], notes: Sequence[str] = (), rows: Sequence[Row] = ()
+) -> list[str]:
     """One line per goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`,
     or `met  det_linear forward, host_us: 1.32 times native (goal 1.5) at ...`, or
-    `none loss, against trl: not measured: not installed`, with the reason from the notes of the report."""
+    `none loss, against trl: not measured: not installed`, with the reason from the report's notes."""
     lines = []
     for e in entries:
         verdict = "met " if e["met"] else "MISS"
         figure = "" if e.get("figure", "ms") == "ms" else f", {e['figure']}"
         if e["met"] is None:
-            lines.append(f"none {e['what']}{figure}, against {e['against']}: {why_unmeasured(e, notes)}")
+            lines.append(
+                f"none {e['what']}{figure}, against {e['against']}: {why_unmeasured(e, notes, rows)}"
+            )
             continue
         where = f"at {e['least_at']}; {e['cells']} cells"
         if e.get("goal_most") is not None:
@@ -136,7 +140,11 @@ def on_a_cpu(rows: Sequence[Row]) -> bool:
 
 def _footer(report: Report) -> str:
     notes = report["notes"]
-    lines = [*format_summary(report.get("summary", ()), notes), *notes, format_stamp(report["stamp"])]
+    lines = [
+        *format_summary(report.get("summary", ()), notes, report["rows"]),
+        *notes,
+        format_stamp(report["stamp"]),
+    ]
     if on_a_cpu(report["rows"]):
         lines.append(CPU_WARNING)
     return "\n".join(lines)

@@ -136,6 +136,9 @@ class Series:
     difference: bool = False
     #: Time a copy of as many bytes next to it.
     copy: bool = True
+    #: Bytes decide most of its cases. Pages show the share of a copy's speed next to that of the
+    #: baseline's, or without a copy TB/s in a grid of their own.
+    bandwidth: bool = False
 
 
 def by_rows(

@@ -24,7 +24,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     rows = report["rows"]
     ops = dict.fromkeys(row["op"] for row in rows)
     summary = report.get("summary", [])
-    lines = format_summary(summary, report["notes"])
+    lines = format_summary(summary, report["notes"], rows)
     goals = [
         {"state": _STATES[entry["met"]], "text": line.partition(" ")[2]}
         for entry, line in zip(summary, lines, strict=True)

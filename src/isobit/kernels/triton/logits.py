@@ -32,9 +32,9 @@ from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch
 from isobit.kernels.host.row_order import order_of
 from isobit.kernels.host.rows import row_strides, walkable
-from isobit.kernels.host.temperature import scaling
 from isobit.kernels.triton.interpreter import INTERPRETED, narrow
 from isobit.kernels.triton.rows import fold, given_at, own_or, row_offset, row_weights, split_sums
+from isobit.kernels.triton.temperature import scaling_of_rows
 
 #: From this many rows per SM on, a program takes a whole row; below it, a split. Equally fast at 16 on an
 #: H200.
@@ -308,9 +308,10 @@ def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     # Saved-tensor hooks may restore tensors with any strides.
     given = (args.get(name) for name in ("stats", "slopes", "entropy"))
     saved = [x if x is None else x.contiguous() for x in given]
+    scaled = scaling_of_rows(args["temperature"], N, launch)
     launch(
         logits_gradient, (N * parts,),
-        z, ids, mask, *saved, *grads, args.get("dloss"), dlogits, *scaling(args["temperature"], N),
+        z, ids, mask, *saved, *grads, args.get("dloss"), dlogits, *scaled,
         args["ignore_index"], N, V, inner, parts, *strides, args.get("first_column"), args.get("tokens"),
         CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
         num_warps=BWD_WARPS, enable_fp_fusion=False,

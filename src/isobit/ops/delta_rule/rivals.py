@@ -169,7 +169,7 @@ def _series(name: str, cases: list[Case], **rest: Any) -> Series:
     return Series(
         op=backward, name=name, cases=cases, make=_make, call=_call, cost=_cost, judge=_judge, rivals=RIVALS,
         directions=("bwd",), takes=tuple(known_options(backward)), against="fla", difference=True,
-        kernels=kernels_of, **rest,
+        kernels=kernels_of, bandwidth=True, **rest,
     )  # fmt: skip
 
 

@@ -298,7 +298,7 @@ SERIES: Sequence[Series] = (
     DW,
     _cold(
         FORWARD, "det_gemm_cold", "rollouts: batches of any size", COLD_TOKENS, COLD_SHAPES,
-        [_case(*sizes) for sizes in COLD_CORE], variants={"tree8": _call_tree},
+        [_case(*sizes) for sizes in COLD_CORE], variants={"tree8": _call_tree}, bandwidth=True,
     ),
     _cold(
         DX, "det_gemm_cold_dx", "dx = dy W with the rows of a rollout", (450, 1300, 2100), COLD_SHAPES[:6],

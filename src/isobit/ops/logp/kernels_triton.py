@@ -20,7 +20,6 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.rows import row_strides
-from isobit.kernels.host.temperature import scaling
 from isobit.kernels.triton.logits import (
     BATCH,
     as_bytes,
@@ -33,6 +32,7 @@ from isobit.kernels.triton.logits import (
     word_of,
 )
 from isobit.kernels.triton.rows import own_or, row_offset, row_results, split_sums
+from isobit.kernels.triton.temperature import scaling_of_rows
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     if N == 0:
         return results
     inner, (z, ids, mask), strides = row_strides(lead, (logits, ids, mask))
-    scaled = scaling(args["temperature"], N)
+    scaled = scaling_of_rows(args["temperature"], N, launch)
     schedule, word = schedule_of(V), word_of(z, strides[:2])
     sizes = (args["ignore_index"], N, V, inner)
     if schedule.takes_whole_rows(N, logits.device):

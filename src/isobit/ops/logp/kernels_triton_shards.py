@@ -21,7 +21,6 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.rows import row_strides
-from isobit.kernels.host.temperature import scaling
 from isobit.kernels.host.vocab_shards import SHARDS, Shards, shards_of
 from isobit.kernels.triton.logits import (
     BATCH,
@@ -33,6 +32,7 @@ from isobit.kernels.triton.logits import (
     word_of,
 )
 from isobit.kernels.triton.rows import fold, own_or, row_offset
+from isobit.kernels.triton.temperature import scaling_of_rows
 from isobit.ops.logp.kernels_triton import store_masked_row, store_row
 
 
@@ -116,7 +116,7 @@ def _states(cut: Shards, launch: Launch, args: dict[str, Any]) -> Tensor:
     if N == 0:
         return states
     inner, (z, ids, mask), strides = row_strides(logits.shape[:-1], (logits, ids, mask))
-    scaled, schedule = scaling(args["temperature"], N), schedule_of(cut.width)
+    scaled, schedule = scaling_of_rows(args["temperature"], N, launch), schedule_of(cut.width)
     whole = cut.columns == cut.count * cut.width
     # The compiler knows nothing of a shard's end before the last column: words make up for it.
     word = word_of(z, (*strides[:2], cut.width if whole else 1))
@@ -147,9 +147,10 @@ def logp_merged(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     if N == 0:
         return results
     inner, (ids, mask), strides = row_strides(lead, (ids, mask))
+    scaled = scaling_of_rows(args["temperature"], N, launch)
     launch(
         logp_of_shards, (N,),
-        states, ids, mask, *results, *scaling(args["temperature"], N), args["ignore_index"], N, args["vocab"],
+        states, ids, mask, *results, *scaled, args["ignore_index"], N, args["vocab"],
         args["padded_vocab"] // ranks, inner, *strides,
         RANKS=ranks, SUMS=2 if entropy is None else 3, LOG_SHARDS=SHARDS.bit_length() - 1, num_warps=1,
         enable_fp_fusion=False,

@@ -31,7 +31,6 @@ from torch import Tensor
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.rows import row_strides, walkable
-from isobit.kernels.host.temperature import scaling
 from isobit.kernels.triton.dependent_launch import (
     dependent_launch_options,
     start_next_launch,
@@ -48,6 +47,7 @@ from isobit.kernels.triton.rows import (
     row_results,
     split_sums,
 )
+from isobit.kernels.triton.temperature import scaling_of_rows
 
 #: Rows per segment: a program looks at all of them to find its own. Affects the schedule only.
 SEGMENT = 64
@@ -312,7 +312,7 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     of_rows = (walkable(lead, t) for t in (args["old_logp"], given))
     inner, tensors, strides = row_strides(lead, (logits, ids, mask, ref, *of_rows))
     z, ids, mask, ref = tensors[:4]
-    scaled, schedule = scaling(args["temperature"], N), schedule_of(V)
+    scaled, schedule = scaling_of_rows(args["temperature"], N, launch), schedule_of(V)
     segments, rows, parts = -(-N // SEGMENT), min(N, SEGMENT), schedule.parts
     wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # per segment
     programs = min(rows * parts, wanted, max(rows * parts // SPLITS_EACH, wanted // 4, 1))
