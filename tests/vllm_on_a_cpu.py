@@ -1,6 +1,7 @@
 """vLLM on a CPU, with isobit inside: run by `make engines` in an environment of its own.
 
 Tiny models in bf16 with random weights. What must hold:
+- names and signatures of this vLLM are those of `golden/vllm_names.json`, which the tests compare isobit with
 - the plugin is found by its entry point, and does nothing until isobit is enabled, VLLM_PLUGINS or not
 - every module is served, and no call is left to vLLM
 - log-probabilities have the same bits in a batch and alone, with prompts in one piece and in chunks, with a
@@ -19,10 +20,13 @@ Tiny models in bf16 with random weights. What must hold:
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 import isobit
+import vllm_names
 import vllm_rollouts as vr
 from isobit.integrations.vllm import VLLMError, layers, switch
 from vllm_rollouts import say
@@ -76,6 +80,13 @@ def refused(*words, folder, **options):
         say("refused:", str(error)[:150])
     else:
         raise AssertionError(f"{options} is not refused")
+
+
+def names_are_those_of_the_file():
+    source = vllm_names.Source(Path(find_spec("vllm").origin).parents[1])
+    changed = vllm_names.changed(source)
+    assert not changed, "\n".join(changed)
+    say(f"the names of vLLM {source.version} are those of {vllm_names.FILE.name}")
 
 
 def the_plugin_is_inert():
@@ -199,6 +210,7 @@ def controls(llm, given, trainer):
 
 
 def main():
+    names_are_those_of_the_file()
     the_plugin_is_inert()
     folder, given = tempfile.mkdtemp(), vr.prompts(LENGTHS, VOCABULARY)
     first = saved("Qwen3", folder, tie_word_embeddings=False)
