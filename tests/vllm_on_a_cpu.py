@@ -252,7 +252,7 @@ def main():
         vr.free()
         say("compiled by inductor: the same bits")
 
-        refused("float32", folder=qwen, dtype="float32")
+        refused("float32", "pass dtype='bfloat16'", folder=qwen, dtype="float32")
         refused("logprobs_mode='raw_logits'", folder=qwen, logprobs_mode="raw_logits")
         gemma = saved("Gemma", folder)
         refused("GemmaForCausalLM", "GeluAndMul", "GemmaRMSNorm", folder=gemma)
