@@ -116,11 +116,13 @@ $(PARITY): $(READY) tests/parity.txt
 	$(INTO_PARITY) --no-deps --target .parity/hub kernels==0.17.2 tomlkit==0.15.2
 	touch $@
 
-# vLLM on a CPU. Torch and what else is not in the list is that of .venv.
+# vLLM on a CPU. Torch and what else is not in the list is that of .venv, isobit too: its folder is in a .pth file,
+# which Python reads in a folder only if that is added as one of packages.
 $(ENGINES): $(READY) tests/engines.txt
 	rm -rf .engines
 	$(BIN)/python -m venv --without-pip .engines
-	$(BIN)/python -c '$(SITE)' > "$$(.engines/bin/python -c '$(SITE)')/shared.pth"
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
+	  > "$$(.engines/bin/python -c '$(SITE)')/shared.pth"
 	$(BIN)/python -m pip --python .engines/bin/python install --quiet --disable-pip-version-check --no-compile \
 	  --no-deps -r tests/engines.txt
 	touch $@

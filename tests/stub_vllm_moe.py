@@ -49,6 +49,13 @@ class GroupedTopKRouter(FusedTopKRouter):
     pass
 
 
+class CPURouter(FusedTopKRouter):
+    """Of newer versions, on a CPU: for all kinds of routing."""
+
+    use_grouped_topk, custom_routing_function, scoring_func = False, None, "softmax"
+    routed_scaling_factor, e_score_correction_bias, _hash_indices_table = 1.0, None, None
+
+
 class RoutedExperts(nn.Module):
     use_grouped_topk, custom_routing_function, scoring_func = False, None, "softmax"
     routed_scaling_factor, e_score_correction_bias, apply_router_weight_on_input = 1.0, None, False
@@ -171,4 +178,5 @@ def contents() -> dict[str, dict[str, Any]]:
         v.EXPERTS: {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
         v.MOE_RUNNER: {"MoERunner": MoERunner},
         v.MOE_ROUTER: {"FusedTopKRouter": FusedTopKRouter},
+        v.MOE_CPU_ROUTER: {"CPURouter": CPURouter},
     }

@@ -35,7 +35,8 @@ def arguments(T: int, S: int) -> dict[str, Any]:
 def test_what_is_declared() -> None:
     several = ("", "_wide", "_packed", "_window", "_softcap")
     kinds = [f"attention{kind}{back}" for kind in several for back in ("", "_bwd")]
-    assert list(SERIES) == [*kinds, "attention_few_heads_bwd", "attention_decode", "attention_paged"]
+    decoding = ["attention_decode", "attention_paged", "attention_room"]
+    assert list(SERIES) == [*kinds, "attention_few_heads_bwd", *decoding]
     assert {case.dims["D"] for case in SERIES["attention_wide"].cases} == {256}
     assert {case.dims["KV"] for case in SERIES["attention_few_heads_bwd"].cases} == {1, 2}
     for name, series in SERIES.items():
@@ -44,13 +45,14 @@ def test_what_is_declared() -> None:
         assert series.inputs == (("q", "k", "v") if backward else ())
         of_torch = {"flash", "flex"} | (set() if "window" in name else {"cudnn"})
         of_vllm = {"fa3", "fa3:one split"}
-        if "softcap" in name or name == "attention_paged":
+        if "softcap" in name or name in decoding[1:]:
             of_torch = set()
         alone = name in ("attention_decode", "attention_few_heads_bwd")
         assert set(series.rivals) == of_torch | (set() if alone else of_vllm)
         variants = {"no softcap", "attn/1"} if "softcap" in name else {"one segment"}
+        variants = {"exact sizes"} if name == "attention_room" else variants
         forward_only = backward and "softcap" not in name
-        none = forward_only or name in ("attention_decode", "attention_paged")
+        none = forward_only or name in decoding[:2]
         assert set(series.variants) == (set() if none else variants)
     sizes = [tuple(case.dims.values()) for case in SERIES["attention"].cases]
     assert sizes[0] == (8, 1024, 1024, 32, 8, 128) and sizes[-1] == (4, 4096, 4096, 16, 8, 64)
@@ -65,8 +67,8 @@ def test_what_is_declared() -> None:
         and min(lengths) < 64
         and max(lengths) > 1024
     )
-    decoding = {tuple(case.dims.values()) for case in SERIES["attention_decode"].cases}
-    assert len(decoding) == 36 and (64, 4, 32768, 64, 8, 128) in decoding
+    sizes = [tuple(case.dims.values()) for case in SERIES["attention_decode"].cases]
+    assert len(set(sizes)) == 36 and (64, 4, 32768, 64, 8, 128) in sizes
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,21 @@ def test_one_segment_has_other_bits() -> None:
     assert torch.equal(SERIES["attention"].call(short, None), rivals.one_segment(short))
 
 
+def test_room_in_a_table_changes_nothing_but_its_width() -> None:
+    """1024 keys where 32768 are possible, with their lengths on the device."""
+    given = arguments(1, 33)
+    paged, roomy = rivals.paged(given), rivals.with_room(given)
+    assert roomy["block_table"].shape == (2, 32 * 3) and paged["block_table"].shape == (2, 3)
+    assert roomy["key_end"].tolist() == [33, 33]
+    series = SERIES["attention_room"]
+    assert {32 * case.dims["S"] for case in series.cases} == {32768}
+    wide, exact = series.call(roomy, None), rivals.exact_sizes(roomy)
+    assert torch.equal(wide, exact) and torch.equal(exact, series.call(paged, None))
+    beyond = roomy["block_table"].clone()
+    beyond[:, :1] = beyond[:, 1:2]  # the comparison can fail
+    assert not torch.equal(rivals.exact_sizes(roomy | {"block_table": beyond}), wide)
+
+
 def test_packed_sequences_have_bounds() -> None:
     found = rivals._bounds(rivals.packed(arguments(1600, 1600)))
     assert (found["longest"], found["shortest"]) == (79, 1)
@@ -141,9 +158,9 @@ def test_it_can_be_timed() -> None:
     """Every series in small."""
     report = run("attention", device="cpu", repetitions=2, skip_check=True, say=lambda text: None)
     assert {row["op"] for row in report["rows"]} == set(SERIES)
-    variants = {f"isobit:{name}" for name in ("one segment", "no softcap", "attn/1")}
+    variants = {f"isobit:{name}" for name in ("one segment", "no softcap", "attn/1", "exact sizes")}
     assert {row["impl"] for row in report["rows"]} == {"isobit", "copy"} | variants
-    without = ("attention_packed", "attention_packed_bwd", "attention_paged")
+    without = ("attention_packed", "attention_packed_bwd", "attention_paged", "attention_room")
     # Without its softcap a call has another truth.
     judged = [row for row in report["rows"] if row["op"] not in without and "isobit" in row["impl"]]
     judged = [row for row in judged if "no softcap" not in row["impl"]]
@@ -215,5 +232,9 @@ def test_goals() -> None:
         times = partial(rows, op, "fwd", case, isobit=1.0)
         assert met(times(fa3=least + 0.01, **{"fa3:one_split": 3.0})) == {(what, fa3): True}
         assert met(times(fa3=3.0, **{"fa3:one_split": least - 0.01})) == {(what, fa3): False}
+    room = partial(rows, "attention_room", "fwd", CACHE.replace("32768", "1024"), isobit=1.1)
+    key = ("decoding, 1k keys of 32k possible", "isobit:exact sizes")
+    assert met(room(fa3=1.0, **{"isobit:exact_sizes": 1.001}))[key]
+    assert not met(room(fa3=1.0, **{"isobit:exact_sizes": 0.99}))[key]
     uneven = many(CACHE, isobit=1, cudnn=1.2) + many(short, isobit=1, cudnn=0.79)
     assert met(uneven) == {best: False}

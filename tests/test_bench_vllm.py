@@ -92,6 +92,7 @@ def test_rollouts_are_timed_and_their_tokens_compared(stand_ins: list[Any], tmp_
         assert tuple(row)[: len(ROW)] == ROW and row["tokens"] == 12 and row["first_ms"] == 2.0
         assert row["tokens_differ"] == (0 if impl.startswith("isobit") else 12)
         assert row["tokens_per_s"] == pytest.approx(12e3 / row["ms"], rel=1e-3)
+        assert len(row["runs_ms"]) == 3 and row["ms"] == sorted(row["runs_ms"])[1]
     assert rows["eager", "isobit"]["k3"] == 0 and rows["eager", "plain"]["k3"] == pytest.approx(
         5e-5, rel=0.02
     )

@@ -59,19 +59,28 @@ def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> 
 def test_rollouts_have_tokens_a_second_and_tokens_with_other_bits(tmp_path: Path) -> None:
     def row(impl: str, ms: float, run: str = "graphs", **more: Any) -> dict[str, Any]:
         figures = {"tokens_per_s": 5e3 / ms, "first_ms": ms / 4, "tokens": 64, "tokens_differ": 0, "k3": 0.0}
-        return a_row(impl, ms, run, **figures | more)
+        quartiles = {"ms_q25": ms / 1.25, "ms_q75": ms * 2}
+        return a_row(impl, ms, run, **quartiles | figures | more)
+
+    def shown(*rows: dict[str, Any]) -> str:
+        write_results(tmp_path, *rows)
+        path = tmp_path / "logp.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"against": "plain"}))
+        return tables.render_op(path)
 
     rival = {"tokens_differ": 63, "k3": 4.2e-5}
-    write_results(tmp_path, row("plain", 8.0, **rival), row("isobit", 10.0), row("isobit", 40.0, "eager"))
-    path = tmp_path / "logp.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"against": "plain"}))
-    assert tables.render_op(path).startswith(
-        "`logp`\n\n| case | run | isobit tokens/s | plain tokens/s | ms to the first token: isobit / plain "
-        "| tokens with other bits: isobit / plain | k3 KL: isobit / plain |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
-        "| N=8 V=9 bf16 | graphs | 500 | 625 (0.80x) | 2 / 2 | 0 of 64 / 63 of 64 | 0 / 4.2e-05 |\n"
-        "| N=8 V=9 bf16 | eager | 125 | - | 10 / - | 0 of 64 / - | 0 / - |\n"
+    rows = row("plain", 8.0, **rival), row("isobit", 10.0), row("isobit", 40.0, "eager")
+    assert shown(*rows).startswith(
+        "`logp`\n\n| case | run | isobit tokens/s (quartiles) | plain tokens/s (quartiles) "
+        "| ms to the first token: isobit / plain | tokens with other bits: isobit / plain "
+        "| k3 KL: isobit / plain |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| N=8 V=9 bf16 | graphs | 500 (250-625) | 625 (312-781), 0.80x | 2 / 2 | 0 of 64 / 63 of 64 "
+        "| 0 / 4.2e-05 |\n| N=8 V=9 bf16 | eager | 125 (62-156) | - | 10 / - | 0 of 64 / - | 0 / - |\n"
     )
+    assert "plain tokens/s (quartiles) |" in shown(rows[0], rows[1] | {"runs_ms": [10.0] * 3})
+    each = shown(row("plain", 8.0, runs_ms=[8.0, 10.0, 5.0]), row("isobit", 10.0, runs_ms=[10.0, 10.0, 20.0]))
+    assert "| isobit tokens/s (slowest-fastest of 3) | plain tokens/s (slowest-fastest of 3) |" in each
+    assert "| N=8 V=9 bf16 | graphs | 500 (250-500) | 625 (500-1000), 0.80x |" in each
 
 
 def test_markdown_shows_the_floor_where_operations_and_not_bytes_decide_it(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """isobit inside verl: its fused kernels on a CPU, with and without it, in the environment that
-`make parity` makes. `verl_on_a_cpu.py` runs them; one run serves all tests here."""
+`make parity` makes. `verl_on_a_cpu.py` runs them, for all tests here but one."""
 
 import json
 import re
@@ -54,6 +54,16 @@ def test_on_and_off_reach_every_name_of_the_functions(found: dict[str, Any]) -> 
         assert not any(told[when]) and len(told[when]) == 4, when
     assert told["shared"] == [1, 1] and told["megatron"] <= 1e-5
     assert told["another backend"].endswith("it is already enabled with backend=None; call disable() first")
+
+
+def test_trainers_have_the_same_bits_with_isobit_and_others_without() -> None:
+    """`token_logps`, TRL and verl, of one model under `zero_drift`."""
+    path = (ROOT / "src", ROOT / "tests")
+    found = json.loads(in_parity(ROOT / "tests" / "three_trainers_on_a_cpu.py", path=path).splitlines()[-1])
+    assert found == {
+        "TRL": [0, 14], "verl, torch": [0, 14], "verl, triton": [0, 14],
+        "control: TRL's own": [14, 14], "control: verl's own": [14, 14],
+    }  # fmt: skip
 
 
 def test_these_modules_of_verl_import_the_functions() -> None:

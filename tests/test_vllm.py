@@ -111,7 +111,10 @@ def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPat
             vllm.load_plugin()  # vLLM loads it in this process, too
         assert state(engine) == enabled  # an inner block changes nothing
         assert repr(on) == "<isobit.integrations.vllm: 0 calls served, 0 passed on>"
-        with pytest.raises(isobit.UnsupportedError, match="already enabled with Options"):
+        with pytest.raises(
+            isobit.UnsupportedError,
+            match=r"already enabled with other options \(ISOBIT_VLLM=1.*\); call disable",
+        ):
             vllm.enable(allow_others=True)
     assert state(engine) == before and vllm.report().off
     vllm.enable()
@@ -307,13 +310,14 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
     with vllm.enable(), pytest.raises(vllm.VLLMError) as error:
         loaded(GemmaForCausalLM())
     for part in (
-        "GemmaForCausalLM is not one of LlamaForCausalLM",
+        "GemmaForCausalLM cannot be served. GemmaForCausalLM: its roundings in transformers are not known",
         "other: Sequential",
         "other.0: LayerNorm",
     ):
         assert part in str(error.value)
     with vllm.enable(allow_others=True), pytest.warns(UserWarning, match="vLLM's own code serves"):
         model = loaded(GemmaForCausalLM())
+        assert set(vllm.report().passed) == {"GemmaForCausalLM", "other", "other.0"}
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(
         model.other[1](x), isobit.det_linear(x, model.other[1].weight)

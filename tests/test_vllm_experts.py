@@ -262,6 +262,12 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
+def cpu_router(**other: Any) -> Any:
+    made = moe.CPURouter(2, True)
+    vars(made).update(other)
+    return made
+
+
 ROUTED = "experts.routed_experts"
 
 
@@ -277,6 +283,9 @@ ROUTED = "experts.routed_experts"
         (_set("experts.moe_config.is_sequence_parallel", True), "expert or sequence parallelism"),
         (_set(f"{ROUTED}.local_num_experts", 2), "expert or sequence parallelism"),
         (_set("experts.router", moe.GroupedTopKRouter(2, True)), "its router is GroupedTopKRouter"),
+        (_set("experts.router", cpu_router(use_grouped_topk=True)), "use_grouped_topk is True"),
+        (_set("experts.router", cpu_router(scoring_func="sqrtsoftplus")), "scoring_func is 'sqrtsoftplus'"),
+        (_set("experts.router", cpu_router(_hash_indices_table=torch.zeros(2))), "_hash_indices_table is Te"),
         (_set("experts.router.eplb_state", object()), "load balancing"),
         (_set("experts.shared_experts", nn.Identity()), "shared_experts is Identity, and in transformers"),
         (_set("experts.routed_scaling_factor", 2.5), "routed_scaling_factor is 2.5"),

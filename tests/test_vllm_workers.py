@@ -112,10 +112,10 @@ def test_a_plugin_that_is_loaded_and_not_enabled_says_so(
     engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isobit.integrations.vllm.switch._plugin_was_loaded", False)
-    assert "NOT ENABLED in this process (its plugin did nothing)" in str(vllm.report())
+    assert "(nobody has called enable(), and vLLM has not loaded isobit's plugin)" in str(vllm.report())
     vllm.load_plugin()
     told = str(vllm.report())
-    assert "vLLM has loaded its plugin, and ISOBIT_VLLM is not set" in told and "enable() before" in told
+    assert "vLLM has loaded isobit's plugin, and ISOBIT_VLLM is not set" in told and "enable() before" in told
 
 
 @pytest.mark.parametrize(

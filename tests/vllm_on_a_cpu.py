@@ -1,6 +1,7 @@
 """vLLM on a CPU, with isobit inside: run by `make engines` in an environment of its own.
 
 Tiny models in bf16 with random weights. What must hold:
+- names and signatures of this vLLM are those of `golden/vllm_names.json`, which the tests compare isobit with
 - the plugin is found by its entry point, and does nothing until isobit is enabled, VLLM_PLUGINS or not
 - every module is served, and no call is left to vLLM
 - log-probabilities have the same bits in a batch and alone, with prompts in one piece and in chunks, with a
@@ -8,6 +9,8 @@ Tiny models in bf16 with random weights. What must hold:
 - they have the bits of a transformers model under `zero_drift`, one forward of one row: of generated tokens
   at the temperature of their request, whatever top-k, top-p and penalties are, and of prompts; also after
   each of three optimizer steps whose weights were copied, copied to new addresses, or reloaded
+- so have models with experts, one of each kind that is served; with weights of a token in another dtype they
+  do not
 - with the rounding of a fused kernel they do not: the comparison can fail
 - workers in other processes load the plugin, and have the same bits
 - a trainer with layers of class tree8 has them too, if the engine was given its map of classes
@@ -19,12 +22,16 @@ Tiny models in bf16 with random weights. What must hold:
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
 
 import torch
 
 import isobit
+import vllm_names
 import vllm_rollouts as vr
-from isobit.integrations.vllm import VLLMError, layers, switch
+from isobit.integrations.vllm import VLLMError, experts, layers, switch
 from vllm_rollouts import say
 
 VOCABULARY, NEW = 300, 6
@@ -37,6 +44,19 @@ SIZES = {
 LLAMA_3_1 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 2}
+OF_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+EXPERTS = {
+    "Qwen3Moe": EIGHT | {"moe_intermediate_size": 32, "norm_topk_prob": True, "tie_word_embeddings": False},
+    "Qwen2Moe": EIGHT | {
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_attention_heads": 1,
+        "use_sliding_window": False,
+    },
+    "Olmoe": EIGHT | {"num_attention_heads": 1},
+    "Mixtral": OF_MIXTRAL,
+    "GptOss": OF_MIXTRAL | {"sliding_window": 16},
 }  # fmt: skip
 
 
@@ -76,6 +96,13 @@ def refused(*words, folder, **options):
         say("refused:", str(error)[:150])
     else:
         raise AssertionError(f"{options} is not refused")
+
+
+def names_are_those_of_the_file():
+    source = vllm_names.Source(Path(find_spec("vllm").origin).parents[1])
+    changed = vllm_names.changed(source)
+    assert not changed, "\n".join(changed)
+    say(f"the names of vLLM {source.version} are those of {vllm_names.FILE.name}")
 
 
 def the_plugin_is_inert():
@@ -159,6 +186,22 @@ def one_family(folder, given, more=False):
     return greedy
 
 
+def with_experts(folder, given):
+    for family, options in EXPERTS.items():
+        one_family(saved(family, folder, **options), given)
+    kinds = {key: kind for key, kind in experts.BLOCKS.items() if key[1] == "Qwen3MoeSparseMoeBlock"}
+    wide = {key: kind._replace(narrow=False) for key, kind in kinds.items()}
+    qwen = os.path.join(folder, "Qwen3Moe")
+    with mock.patch.dict(experts.BLOCKS, wide):
+        llm = engine(qwen)
+    rows = vr.rollout(llm, given)
+    count = different(rows, vr.trained(vr.trainer_of(qwen), given, rows, logps))
+    assert wide and count, "a control without a difference"
+    say("control: weights of a token in fp32,", count)
+    del llm
+    vr.free()
+
+
 def requests(llm, given, trainer):
     """Of several temperatures, with filters and penalties, with several log-probabilities, and of prompts."""
     counts, mixed = {}, [0.0, 0.7, 1.0, 0.7, 1.3]
@@ -199,6 +242,7 @@ def controls(llm, given, trainer):
 
 
 def main():
+    names_are_those_of_the_file()
     the_plugin_is_inert()
     folder, given = tempfile.mkdtemp(), vr.prompts(LENGTHS, VOCABULARY)
     first = saved("Qwen3", folder, tie_word_embeddings=False)
@@ -213,6 +257,7 @@ def main():
             ("Mistral", {"sliding_window": 16}),
         ):
             one_family(saved(family, folder, **options), given)
+        with_experts(folder, given)
 
         qwen = saved("Qwen3", folder, tie_word_embeddings=False)
         llm = engine(qwen, max_num_batched_tokens=16, enable_chunked_prefill=True, enable_prefix_caching=True)
@@ -240,7 +285,7 @@ def main():
         vr.free()
         say("compiled by inductor: the same bits")
 
-        refused("float32", folder=qwen, dtype="float32")
+        refused("float32", "pass dtype='bfloat16'", folder=qwen, dtype="float32")
         refused("logprobs_mode='raw_logits'", folder=qwen, logprobs_mode="raw_logits")
         gemma = saved("Gemma", folder)
         refused("GemmaForCausalLM", "GeluAndMul", "GemmaRMSNorm", folder=gemma)

@@ -42,6 +42,10 @@ def _paged(cell: Cell) -> bool:
     return cell.op == "attention_paged"
 
 
+def _room(cell: Cell) -> bool:
+    return cell.op == "attention_room"
+
+
 def _few_heads(cell: Cell) -> bool:
     return cell.op == "attention_few_heads_bwd"
 
@@ -77,6 +81,8 @@ GOALS = (
     Goal("softcap", _softcap, least=0.74, against="isobit:no softcap"),
     Goal("softcap", _softcap, against="isobit:attn/1"),
     Goal("decoding from pages of 16", _paged, mean=0.98, against=BEST_FA3),
+    # CUDA graphs of engines.
+    Goal("decoding, 1k keys of 32k possible", _room, most=1.1, against="isobit:exact sizes"),
     Goal("decoding", _decoding, mean=0.92, least=0.80, against=BEST),
     Goal("decoding, bandwidth, 256 MB and more", _large, least=0.85, against="copy"),
 )

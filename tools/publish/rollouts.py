@@ -1,4 +1,5 @@
-"""The table of rollouts: new tokens in a second, and how far their log-probabilities are from the trainer."""
+"""The table of rollouts: new tokens in a second with their spread, and how far log-probabilities are from the
+trainer's."""
 
 from collections.abc import Sequence
 
@@ -14,7 +15,8 @@ def rollouts(rows: Sequence[Row]) -> list[list[str]]:
     of the columns of tokens/s."""
     impls = ["isobit", *dict.fromkeys(row["impl"] for row in rows if row["impl"] != "isobit")]
     each = " / ".join(impls)
-    head = ["case", "run", *(f"{impl} tokens/s" for impl in impls), f"ms to the first token: {each}"]
+    speeds = f"tokens/s ({_what_spread(rows)})"
+    head = ["case", "run", *(f"{impl} {speeds}" for impl in impls), f"ms to the first token: {each}"]
     lines = [[*head, f"tokens with other bits: {each}", f"k3 KL: {each}"]]
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
@@ -30,11 +32,23 @@ def rollouts(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _speed(row: Row | None, ours: Row | None) -> str:
-    """With isobit's speed relative to that of another."""
+    """With its spread, and with isobit's speed relative to that of another."""
     if row is None:
         return "-"
-    own = f"{row['tokens_per_s']:.0f}"
-    return own if row is ours or ours is None else f"{own} ({row['ms'] / ours['ms']:.2f}x)"
+    least, most = (row["tokens_per_s"] * row["ms"] / ms for ms in (max(_times(row)), min(_times(row))))
+    own = f"{row['tokens_per_s']:.0f} ({least:.0f}-{most:.0f})"
+    return own if row is ours or ours is None else f"{own}, {row['ms'] / ours['ms']:.2f}x"
+
+
+def _times(row: Row) -> list[float]:
+    """Milliseconds between which its runs are. Older files have their quartiles alone."""
+    return row.get("runs_ms") or [row["ms_q25"], row["ms_q75"]]
+
+
+def _what_spread(rows: Sequence[Row]) -> str:
+    if not all("runs_ms" in row for row in rows):
+        return "quartiles"
+    return f"slowest-fastest of {min(len(row['runs_ms']) for row in rows)}"
 
 
 def _first(row: Row) -> str:

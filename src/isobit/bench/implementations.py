@@ -93,6 +93,8 @@ class Implementations:
                 more = {name: _rounded(name, value) for name, value in timing.verdict.more.items()}
                 if series.tokens is not None:
                     more["tokens_per_s"] = _rounded("", 1e3 * series.tokens(copies[0]) / timing.ms)
+                if timing.runs_ms is not None:
+                    more["runs_ms"] = [_rounded("runs_ms", each) for each in timing.runs_ms]
                 if name == "isobit" and (expected := series.predict(served, copies[0])) is not None:
                     more["predicted_ms"] = _rounded("predicted_ms", expected)
                 rows.append({**where, **figures, **self.inputs(case), "backend": served, **more})

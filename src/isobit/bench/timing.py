@@ -98,6 +98,7 @@ class Timing:
     peak_mb: float | None
     extra_mb: float | None
     verdict: Verdict
+    runs_ms: list[float] | None = None  # of a step that is timed in a few runs: each
 
 
 @dataclass
@@ -130,7 +131,8 @@ class _Lane:
     def timing(self) -> Timing:
         q25, median, q75 = statistics.quantiles(self.ms, n=4, method="inclusive")
         peak, extra = (None if x is None else x / MB for x in (self.peak, self.extra))
-        return Timing(median, q25, q75, self.method, self.host_us, peak, extra, self.verdict)
+        runs = None if self.runs is None else self.ms
+        return Timing(median, q25, q75, self.method, self.host_us, peak, extra, self.verdict, runs)
 
     def turns(self, count: int) -> Call:
         """A function that makes the next `count` calls of the rotation."""

@@ -71,6 +71,11 @@ OF_EXPERTS = {
     "routed_scaling_factor": 1.0, "e_score_correction_bias": None, "apply_router_weight_on_input": False,
     "swiglu_limit": None, "swiglu_alpha": None, "swiglu_beta": None,
 }  # fmt: skip
+#: Of the router for CPUs, which newer versions of vLLM have for all kinds of routing.
+OF_CPU_ROUTER = {
+    "use_grouped_topk": False, "custom_routing_function": None, "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0, "e_score_correction_bias": None, "_hash_indices_table": None,
+}  # fmt: skip
 RANKS = ("tp_size", "dp_size", "pcp_size", "ep_size")
 
 _ONE_RANK = "run the engine on one GPU, without tensor, data or expert parallelism"
@@ -131,14 +136,16 @@ def _reasons(block: Any, of_linear: Callable[[Any], str | None]) -> Iterator[str
         yield f"its experts are on several ranks (expert or sequence parallelism); {_ONE_RANK}"
     if router.eplb_state is not None:
         yield "its experts may be there twice (load balancing): pass enable_eplb=False"
-    if type(router) is not v.find(v.MOE_ROUTER, "FusedTopKRouter"):
+    on_cpu = type(router) is v.find(v.MOE_CPU_ROUTER, "CPURouter")
+    if not on_cpu and type(router) is not v.find(v.MOE_ROUTER, "FusedTopKRouter"):
         yield (
             f"its router is {type(router).__name__}; served is a softmax over all experts, without groups, "
             "a correction bias or a function of its own"
         )
     if kind.order == "topk_softmax" and not router.renormalize:
         yield "its router does not normalise weights, and in transformers they are a softmax of the chosen"
-    for owner, plain in ((runner, OF_RUNNER), (experts, OF_EXPERTS)):
+    of_router = OF_CPU_ROUTER if on_cpu else {}
+    for owner, plain in ((runner, OF_RUNNER), (experts, OF_EXPERTS), (router, of_router)):
         for name, wanted in plain.items():
             if (value := getattr(owner, name)) != wanted:
                 yield f"{name} is {_shown(value)}, and not {wanted!r}"

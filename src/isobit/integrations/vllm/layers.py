@@ -307,7 +307,7 @@ def wrong_settings(
     if not getattr(config.model_config, "disable_cascade_attn", True):
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
-        yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
+        yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16; pass dtype='bfloat16'"
     for unlike in (experts.unlike_the_config, rotary.unlike_the_config):
         yield from unlike(getattr(config.model_config, "hf_config", None))
     mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")

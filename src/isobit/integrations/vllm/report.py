@@ -42,7 +42,11 @@ class VLLMReport:
 
 def not_enabled(loaded: bool) -> VLLMReport:
     """`loaded`: whether vLLM has loaded the plugin in this process."""
-    plugin = f"vLLM has loaded its plugin, and {VARIABLE} is not set" if loaded else "its plugin did nothing"
+    plugin = (
+        f"vLLM has loaded isobit's plugin, and {VARIABLE} is not set"
+        if loaded
+        else "nobody has called enable(), and vLLM has not loaded isobit's plugin"
+    )
     return VLLMReport(
         off=f"NOT ENABLED in this process ({plugin}): engines that are made now are vLLM's own. "
         "Call isobit.integrations.vllm.enable() before the engine is made"

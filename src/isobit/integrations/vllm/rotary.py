@@ -52,8 +52,9 @@ def why_not(rotary: Any) -> str | None:
 
 
 def _why_not_yarn(rotary: Any) -> str | None:
-    if rotary.extrapolation_factor != 1:
-        return f"its extrapolation_factor is {rotary.extrapolation_factor}, which transformers does not have"
+    extrapolation = getattr(rotary, "extrapolation_factor", 1)  # newer versions have none
+    if extrapolation != 1:
+        return f"its extrapolation_factor is {extrapolation}, which transformers does not have"
     if abs(rotary.mscale - (factor := frequencies(rotary)[1])) > 1e-6:
         return f"its cos and sin are multiplied by {rotary.mscale}, and in transformers by {factor}"
     return None

@@ -139,16 +139,17 @@ class _Patch(Patch):
         """Serve a model that vLLM has loaded; or an error that names what cannot be served."""
         refused = layers.refused(model)
         name = type(model).__name__
+        left = {each or "the model itself": why for each, why in refused.items()}
         if name not in layers.MODELS:
-            refused = {"": f"{name} is not one of {', '.join(layers.MODELS)}", **refused}
-        if refused and not self.options.allow_others:
-            reasons = by_reason({each or name: why for each, why in refused.items()})
+            known = ", ".join(layers.MODELS)
+            left = {name: f"its roundings in transformers are not known, as those of {known} are", **left}
+        if left and not self.options.allow_others:
             raise refusal(
-                f"{name} cannot be served: {reasons}. enable(allow_others=True) leaves these to vLLM, and "
-                "then bits may depend on the batch"
+                f"{name} cannot be served. {by_reason(left)}. enable(allow_others=True) serves the rest, "
+                "and leaves these modules to vLLM: bits may then depend on the batch, and differ from the "
+                "trainer's"
             )
-        refused = {each: why for each, why in refused.items() if each}
-        for each, reason in refused.items():
+        for each, reason in left.items():
             self._leave(each, reason)
         served = layers.serve(model, refused, self.count, self.options.classes)
         if self.options.logprobs == "linear_logp":
@@ -237,7 +238,8 @@ def _on(options: Options) -> Enabled:
     assert isinstance(there, _Patch)
     if there.options != options:
         raise UnsupportedError(
-            f"{SWITCH.name}.enable: it is already enabled with {there.options}; call disable() first"
+            f"{SWITCH.name}.enable: it is already enabled with other options "
+            f"({VARIABLE}={there.options.text()}); call disable() first"
         )
     return enabled
 

