@@ -140,7 +140,7 @@ def backward_launch(lead: tuple[int, ...], **given: Tensor) -> dict[str, Any]:
         "temperature": everyother(*lead) + 1,
     }
     kernels.logp_bwd(launches, **args | {"dlogp": None, "dentropy": None, "dlse": None} | given)
-    ((_, _, made),) = launches.made
+    _factors, (_, _, made) = launches.made  # of the temperatures; the backward itself
     return made
 
 
@@ -257,8 +257,8 @@ def ptx() -> dict[tuple[str, int], str]:
     proof.record(recorder, torch.bfloat16)
     found: dict[tuple[str, int], str] = {}
     for (kernel, args, _), (name, source, options) in zip(recorder.launches, recorder.sources(), strict=True):
-        V = dict(zip(kernel.arg_names, args, strict=False))["V"]
-        if (name, V) not in found:
+        V = dict(zip(kernel.arg_names, args, strict=False)).get("V")
+        if V is not None and (name, V) not in found:  # factors of temperatures have rows only
             done = to_ptx.compiled(source, options)
             found[name, V] = done.asm["ptx"]
     return found
