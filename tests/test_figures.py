@@ -200,3 +200,22 @@ def test_counts_of_instructions_and_products() -> None:
 def test_a_figure_that_was_not_measured_is_found() -> None:
     text = section("det_gemm.md", "What limits it")
     assert not_said(text, ["(goal 0.99)", "From 0.87", "From 0.88"]) == ["From 0.88"]
+
+
+# Decoding with the gated delta rule
+
+
+def test_what_one_sequence_loses_in_decoding() -> None:
+    """In microseconds of a call, next to FLA's recurrence."""
+    ms = {
+        (row["op"], row["impl"]): row["ms"]
+        for row in rows("gated_delta_rule_step")
+        if sizes_of(row["case"])["B"] == 1
+    }
+    tokens = {op: 64 if op.endswith("_chunk") else 1 for op, _ in ms}
+    lost = [1e3 * (ms[op, "isobit"] - ms[op, "fla"]) / count for op, count in tokens.items()]
+    text = section("gated_delta_step.md", "Backends")
+    assert len(lost) == 4
+    assert not not_said(text, [f"a loss of {min(lost):.0f} to {max(lost):.0f} microseconds a layer"])
+    shares = [ms[op, "fla"] / ms[op, "isobit"] for op in tokens]
+    assert 0.45 < mean(shares) < 0.55 and "about half of FLA's speed" in text
