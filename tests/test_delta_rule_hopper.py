@@ -27,7 +27,8 @@ class Part:
         self.tensor = tensor
 
     def load(self, layout: Any = None) -> Array:
-        return array(self.tensor.numpy())
+        found = self.tensor
+        return array((found.float() if found.is_floating_point() else found).numpy())
 
     def store(self, x: Any) -> None:
         self.tensor.copy_(torch.from_numpy(np.array(np.broadcast_to(x, self.tensor.shape))))
@@ -111,12 +112,13 @@ class Walked(Device):
 
     def store_wait(self, left: int) -> None:
         """Reads a buffer as late as it may be read."""
-        for target, (row, column), room in self.stores.begun:
+        begun = self.stores.__dict__.setdefault("begun", [])
+        for target, (row, column), room in begun:
             assert room.dtype == target.dtype
             assert row >= 0 and column >= 0
             part = target[row : row + room.shape[0], column : column + room.shape[1]]
             part.copy_(room.tensor()[: part.shape[0], : part.shape[1]])
-        self.stores.begun.clear()
+        begun.clear()
 
 
 def on_a_cpu(args: dict[str, Any], programs: int = 2) -> tuple[Tensor | None, ...]:

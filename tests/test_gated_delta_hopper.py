@@ -2,6 +2,7 @@
 another in the buffers that they share."""
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,12 @@ from isobit.numerics import cpu_steps
 from isobit.ops.delta_rule import kernels_hopper as backwards
 from isobit.ops.delta_rule import kernels_hopper_io
 from isobit.ops.delta_rule.kernels_hopper import Buffers
-from isobit.ops.gated_delta_rule import kernels_hopper, model
+from isobit.ops.gated_delta_rule import (
+    kernels_hopper,
+    kernels_hopper_outputs,
+    kernels_hopper_states,
+    model,
+)
 from test_delta_rule_hopper import LENGTHS, MODES, Room, Walked
 from test_delta_rule_hopper import made as made_backwards
 
@@ -26,10 +32,11 @@ class Steps:
     product, fma, exp2 = staticmethod(cpu_steps.product), staticmethod(cpu_steps.fused), staticmethod(np.exp2)
 
 
-def on_a_cpu(args: dict[str, Any], programs: int = 2, carry: Any = None) -> tuple[Any, ...]:
+def launch_on(programs: int) -> Any:
     device = Walked(programs, Steps)
     scope = device.scope(
-        hopper_pipe, kernels_hopper_io, backwards, kernels_hopper, tma_store=device.store_box,
+        hopper_pipe, kernels_hopper_io, backwards, kernels_hopper_states,
+        kernels_hopper_outputs, tma_store=device.store_box,
         tma=SimpleNamespace(store_wait=device.store_wait), reinterpreted=Room.reinterpret,
     )  # fmt: skip
 
@@ -37,7 +44,12 @@ def on_a_cpu(args: dict[str, Any], programs: int = 2, carry: Any = None) -> tupl
         constants = (options[name] for name in kernel.arg_names[len(values) :])
         device.run(scope, kernel, (*values, *constants))
 
-    return kernels_hopper.fwd_h(launch, carry=carry or partial(kernels_hopper.states, sms=programs), **args)
+    return launch
+
+
+def on_a_cpu(args: dict[str, Any], programs: int = 2, carry: Any = None) -> tuple[Any, ...]:
+    carry = carry or partial(kernels_hopper_states.states, sms=programs)
+    return kernels_hopper.fwd_h(launch_on(programs), carry=carry, **args)
 
 
 def made(mode: str, v_first: bool, K: int = 64) -> dict[str, Any]:
@@ -72,7 +84,7 @@ def test_states_may_be_at_the_places_of_tiles() -> None:
         for c in range(-(-length // 64))
     ]
     with_launch = on_a_cpu(
-        args, carry=lambda *rest: kernels_hopper.states(*given, None, chunks, *rest[9:], 2)
+        args, carry=lambda *rest: kernels_hopper_states.states(*given, None, chunks, *rest[9:], 2)
     )
     assert torch.equal(with_launch[0][:, places], right[0])
     assert torch.equal(with_launch[1], right[1]) and torch.equal(with_launch[2], right[2])
@@ -88,7 +100,7 @@ def test_tokens_behind_the_last_bound_are_in_no_sequence() -> None:
     given = [args[n] for n in ("k", "w", "u", "g", "gk", "initial_state", "cu_seqlens")]
     chunks = args["k"].shape[1] // 64 + len(LENGTHS)
     _, new, final = on_a_cpu(
-        args, carry=lambda *rest: kernels_hopper.states(*given, None, chunks, *rest[9:], 2)
+        args, carry=lambda *rest: kernels_hopper_states.states(*given, None, chunks, *rest[9:], 2)
     )
     _, right, last = model.fwd_h(**args)
     assert torch.equal(new[:, :end], right[:, :end]) and torch.equal(final, last)
@@ -129,3 +141,92 @@ def test_its_stages_fit_with_the_states_of_several_items() -> None:
         fits = [backwards.fits_separate_buffers(of[K], many[K]) for K in (64, 128, 256)]
         assert fits == [True, True, False]
         assert all(of[K].nbytes(few[K], separate=False) <= backwards.SHARED_BYTES for K in few)
+
+
+# States and outputs in one kernel
+
+#: No gates of features.
+OUTPUT_MODES = ("", "h", "t", "ght")
+
+
+def made_with_q(mode: str, v_first: bool, K: int = 64) -> dict[str, Any]:
+    given = made(mode, v_first, K)
+    args = {name: given[name] for name in ("k", "w", "u", "cu_seqlens")}
+    args |= {
+        "q": made_backwards(mode, v_first, LENGTHS, K)["q"],
+        "scale": 0.3,
+        "v_first": v_first,
+    }
+    return args | {
+        "g2": given["g"],
+        "initial": given["initial_state"],
+        "want_final": given["output_final_state"],
+    }
+
+
+def outputs_on_a_cpu(args: dict[str, Any], programs: int = 2) -> tuple[Any, ...]:
+    return kernels_hopper_outputs.outputs(**args, launch=launch_on(programs), sms=programs)
+
+
+def outputs_of_the_class(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Steps 5 to 7 by the model, chunk by chunk."""
+    u, dtype, bounds = args["u"], args["u"].dtype, args["cu_seqlens"].tolist()
+    o, ends = torch.zeros_like(u), []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for n, (first, end) in enumerate(pairwise(bounds)):
+            S = np.zeros((1, args["k"].shape[-1], u.shape[-1]), np.float32)
+            if args["initial"] is not None:
+                given = args["initial"][n]
+                S = (given.mT if args["v_first"] else given).numpy()
+            for at in range(first, end, 64):
+                here = slice(at, min(at + 64, end))
+                q, k, w, own = (args[name][0, here].transpose(0, 1).float().numpy() for name in "qkwu")
+                g2 = args["g2"]
+                g2 = np.zeros(own.shape[:-1], np.float32) if g2 is None else g2[0, here].T.numpy()
+                new = model.new_values(own, w, S, model.CPU, dtype)
+                result = model.output(q, k, new, g2, S, args["scale"], model.CPU, dtype)
+                o[0, here] = torch.from_numpy(result).transpose(0, 1).to(dtype)
+                S = model.closed(k, new, g2, S, model.CPU, dtype)
+            ends.append(torch.from_numpy(np.ascontiguousarray(S)))
+    final = torch.stack(ends)
+    final = final.mT if args["v_first"] else final
+    return o, final if args["want_final"] else None
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("mode", OUTPUT_MODES)
+@pytest.mark.parametrize("K", [64, 128])
+def test_outputs_have_the_bits_of_the_class(K: int, mode: str, v_first: bool) -> None:
+    args = made_with_q(mode, v_first, K)
+    for found, right in zip(outputs_on_a_cpu(args), outputs_of_the_class(args), strict=True):
+        assert (found is None and right is None) or torch.equal(found, right)
+
+
+@pytest.mark.parametrize("who", range(6))
+def test_whoever_is_slow_outputs_are_the_same(who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program: consumers of chunks, of keys and of states, producer, the warp of initial and final
+    states, producer of gates."""
+    args = made_with_q("ght", False)
+    right = outputs_of_the_class(args)
+    slowed(monkeypatch, who, (Walked, "store_wait"))
+    for found, expected in zip(outputs_on_a_cpu(args, 1), right, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_later_tokens_that_are_not_finite_change_no_earlier_output() -> None:
+    args = made_with_q("g", False)
+    clean, _ = outputs_of_the_class(args)
+    for row, bad in ((30, float("nan")), (90, float("inf")), (197, float("inf"))):
+        args["u"][0, row, 0, 3] = bad
+    found, _ = outputs_on_a_cpu(args)
+    right, _ = outputs_of_the_class(args)
+    assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(right))
+    assert torch.equal(found.isnan(), right.isnan())
+    assert torch.equal(found[0, :30], clean[0, :30]) and torch.equal(found[0, 70:90], clean[0, 70:90])
+    assert not found[0, 30, 0, 3].isfinite() and not found[0, 90, 0, 3].isfinite()
+
+
+def test_all_kinds_of_calls_fit_into_shared_memory() -> None:
+    for K in kernels_hopper_outputs.MOST_STAGES:
+        for ends in range(3):
+            assert kernels_hopper_outputs.stages_of(K, ends, True) >= 2

@@ -311,14 +311,15 @@ class Buffers(NamedTuple):
     has_g: bool = False
     has_gk: bool = False
     forward: bool = False
+    outputs: bool = False  # forwards, q too, two tiles of P, and one of results
 
     def nbytes(self, stages: int, separate: bool) -> int:
         """`separate`: dht and dh0 have buffers of their own. Otherwise one buffer for a state is shared by
         these two, dh and dv2."""
-        wide, slim = (2, 1) if self.forward else (3, 2)  # k, w and u; or q, k, w and do, dv
+        wide, slim = (2 + self.outputs, 1) if self.forward else (3, 2)  # k, w and u; or q, k, w and do, dv
         tiles = stages * 64 * (wide * self.K + slim * 64) * 2
-        gates = stages * (slim * 64 * self.has_g + (self.K if self.has_gk else 1)) * 4
-        outputs, state = 64 * (self.K + 64) * 2, 64 * self.K * 4
+        gates = stages * ((slim + self.outputs) * 64 * self.has_g + (self.K if self.has_gk else 1)) * 4
+        outputs, state = 64 * (self.K + 64 + 192 * self.outputs) * 2, 64 * self.K * 4
         if separate:
             outputs += self.states * state
         elif self.states:

@@ -4,6 +4,9 @@ kind of traffic has its own warp, which waits for its own barriers only.
 Names are those of the recurrence backwards (`kernels_hopper`). The recurrence forwards (`gated_delta_rule`)
 goes from a sequence's first chunk to its last, and has no q and do: its dv is u, its dh, dv2, dht and dh0 are
 the states h, the new values, the initial state and the final one. FORWARD says which of them it is.
+
+OUTPUTS: forwards, with outputs (`gated_delta_rule/kernels_hopper_outputs`). A second consumer takes the
+buffers of states and new values, which are not stored then. It needs k too, and q.
 """
 
 from isobit.kernels.hopper.pipeline import (
@@ -24,6 +27,7 @@ from isobit.kernels.hopper.pipeline import (
 CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 
 #: The two parts of a stage: q and do, and k, dv and w. A part has its own barriers, number 2 stage + part.
+#: With OUTPUTS the first one is q and the gates g, and only the second consumer waits for it.
 QDO, KVW = gl.constexpr(0), gl.constexpr(1)
 
 #: The buffers of outputs, by the number of their barriers.
@@ -114,7 +118,7 @@ class Ring:
     w: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     dv: gl.shared_memory_descriptor
-    of_do: gl.shared_memory_descriptor  # [1, 64]: -scale 2^g
+    of_do: gl.shared_memory_descriptor  # [1, 64]: -scale 2^g; with OUTPUTS g itself
     of_x: gl.shared_memory_descriptor  # [1, 64]: -2^(g[last] - g); FORWARD without the sign
     decay: gl.shared_memory_descriptor  # [1, K], or [1, 1] without gk
     left: gl.shared_memory_descriptor  # [1]: tokens of the chunk
@@ -125,11 +129,12 @@ class Ring:
     HAS_G: gl.constexpr
     HAS_GK: gl.constexpr
     FORWARD: gl.constexpr
+    OUTPUTS: gl.constexpr
 
     @gluon.jit
     def create(
         q_desc, k_desc, w_desc, do_desc, dv_desc, K: gl.constexpr, STAGES: gl.constexpr,
-        HAS_G: gl.constexpr, HAS_GK: gl.constexpr, FORWARD: gl.constexpr,
+        HAS_G: gl.constexpr, HAS_GK: gl.constexpr, FORWARD: gl.constexpr, OUTPUTS: gl.constexpr = False,
     ):  # fmt: skip
         wide: gl.constexpr = [STAGES] + k_desc.block_type.shape
         slim: gl.constexpr = [STAGES] + dv_desc.block_type.shape
@@ -138,15 +143,16 @@ class Ring:
         dv = gl.allocate_shared_memory(k_desc.dtype, slim, dv_desc.layout)
         q = k  # unused forwards
         do = dv
-        if not FORWARD:
+        if not FORWARD or OUTPUTS:
             q = gl.allocate_shared_memory(k_desc.dtype, wide, k_desc.layout)
+        if not FORWARD:
             do = gl.allocate_shared_memory(k_desc.dtype, slim, dv_desc.layout)
         of_do = k  # unused without gates
         of_x = k
         decay = k
         if HAS_G:
             of_x = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
-            if not FORWARD:
+            if not FORWARD or OUTPUTS:
                 of_do = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
         if HAS_G or HAS_GK:
             decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K if HAS_GK else 1], PLAIN)
@@ -157,11 +163,11 @@ class Ring:
             mbarrier.init(ready.index(2 * s + QDO), count=2 if HAS_G else 1)
             mbarrier.init(ready.index(2 * s + KVW), count=2 if HAS_G or HAS_GK else 1)
             mbarrier.init(empty.index(2 * s + QDO), count=1)
-            mbarrier.init(empty.index(2 * s + KVW), count=1)
+            mbarrier.init(empty.index(2 * s + KVW), count=2 if OUTPUTS else 1)
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return Ring(
             q_desc, k_desc, w_desc, do_desc, dv_desc, q, k, w, do, dv, of_do, of_x, decay, left, ready, empty,
-            K, STAGES, HAS_G, HAS_GK, FORWARD,
+            K, STAGES, HAS_G, HAS_GK, FORWARD, OUTPUTS,
         )  # fmt: skip
 
 
@@ -192,6 +198,11 @@ def load_chunks(items, ring):
             tma_load(ring.k_desc, [row, by_k], bar, ring.k.index(stage))
             tma_load(ring.dv_desc, [row, by_v], bar, ring.dv.index(stage))
             tma_load(ring.w_desc, [row, item.head * ring.K], bar, ring.w.index(stage))
+            if ring.OUTPUTS:
+                bar = ring.ready.index(2 * stage + QDO)
+                mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+                mbarrier.expect(bar, WIDE)
+                tma_load(ring.q_desc, [row, by_k], bar, ring.q.index(stage))
             stage, phase = after(stage, phase, ring.STAGES)
     if not ring.FORWARD:
         # The consumer starts the product of q and do of a chunk before it finishes the previous one, and so
@@ -230,6 +241,10 @@ def load_gates(items, ring, g, gk, scale, unit):
                     of_x = -of_x
                     mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
                     ring.of_do.index(stage).store(gl.where(live, gl.exp2(each) * -scale, 0.0))
+                    mbarrier.arrive(ring.ready.index(2 * stage + QDO))
+                if ring.OUTPUTS:
+                    mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+                    ring.of_do.index(stage).store(each)
                     mbarrier.arrive(ring.ready.index(2 * stage + QDO))
             mbarrier.wait(ring.empty.index(2 * stage + KVW), phase)
             if ring.HAS_G:
@@ -439,8 +454,9 @@ def _load_given(items, out, t, K: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(items, out, K: gl.constexpr):
-    """The store warp of dv2, of chunks with 64 tokens, and of dh0. It also loads dht."""
+def store_rows(items, out, K: gl.constexpr, ROWS: gl.constexpr = True):
+    """The store warp of dv2, of chunks with 64 tokens, and of dh0. It also loads dht. Without ROWS dv2 is not
+    stored, and buffers are SEPARATE."""
     turn = gl.to_tensor(0)
     dh_turn = gl.to_tensor(0)
     item_turn = gl.to_tensor(0)
@@ -460,9 +476,10 @@ def store_rows(items, out, K: gl.constexpr):
             mbarrier.wait(out.taken.index(0), item_turn)
             if out.SEPARATE:
                 _load_given(items, out, t + gl.num_programs(0), K)
-        for i in range(full):
-            start = item.token + items.chunk(i, full) * CHUNK
-            turn = _store(out, out.dv2_desc, start, item.head * items.V + item.column, out.dv2, turn, DV2)
+        if ROWS:
+            for i in range(full):
+                start = item.token + items.chunk(i, full) * CHUNK
+                turn = _store(out, out.dv2_desc, start, item.head * items.V + item.column, out.dv2, turn, DV2)
         if out.HAS_DH0:
             row, left = _corner(items, item.sequence * items.HV + item.head, item.column, K, out.V_FIRST)
             _store(out, out.dh0_desc, row, left, out.dh0, item_turn, DH0)

@@ -369,9 +369,10 @@ def output_kernel(
 
 # Launchers
 
-#: Functions like `states` and like `prepare`.
+#: Functions like `states`, `prepare` and `outputs`.
 States = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 Prepare = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+Finish = Callable[..., tuple[Tensor, Tensor | None]]
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
@@ -483,29 +484,42 @@ def fwd_h(
     )  # fmt: skip
 
 
+def outputs(
+    q: Tensor, k: Tensor, w: Tensor, u: Tensor, g2: Tensor | None, initial: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, v_first: bool, want_final: bool, launch: Launch = run,
+    carry: States = states,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(o, final). `carry` computes the states."""
+    B, T, HV, V = u.shape
+    H, K = k.shape[2:]
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    tiles = tiles_of(T, S, cu_seqlens)
+    chunks = -(-T // CHUNK) if cu_seqlens is None else tiles
+    h, v_new, final = carry(
+        k, w, u, g2, None, initial, cu_seqlens, None, chunks, v_first, True, want_final, launch
+    )
+    o = torch.empty(u.shape, dtype=q.dtype, device=u.device)
+    launch(
+        output_kernel, (-(-V // COLUMNS) * tiles * HV,),
+        q, k, v_new, g2, h, cu_seqlens, o, scale, T, S, H, HV, K, V,
+        BK=_rows_of(K), BV=COLUMNS, V_FIRST=v_first, **_OPTIONS,
+    )  # fmt: skip
+    return o, final
+
+
 def gated_delta_rule(
-    launch: Launch = run, carry: States = states, begin: Prepare = prepare, **args: Any
+    launch: Launch = run, begin: Prepare = prepare, finish: Finish = outputs, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final_state, inverse). `begin` computes u and w, `carry` the states."""
+    """(o, final_state, inverse). `begin` computes u and w, `finish` states and o."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
-    B, T, HV, V = v.shape
-    H, K = q.shape[2:]
-    S = B if bounds is None else len(bounds) - 1
     if args["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q, launch), l2norm(k, launch)
     g2 = None if g is None else gates(g, bounds, launch)
     u, w, inverse = begin(k, v, beta, g2, bounds, args["return_inverse"], launch)
-    tiles, v_first = tiles_of(T, S, bounds), args["state_v_first"]
-    chunks = -(-T // CHUNK) if bounds is None else tiles
-    h, v_new, final = carry(
-        k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, args["output_final_state"], launch
-    )
-    o = torch.empty(v.shape, dtype=q.dtype, device=v.device)
-    launch(
-        output_kernel, (-(-V // COLUMNS) * tiles * HV,),
-        q, k, v_new, g2, h, bounds, o, float(args["scale"]), T, S, H, HV, K, V,
-        BK=_rows_of(K), BV=COLUMNS, V_FIRST=v_first, **_OPTIONS,
+    o, final = finish(
+        q, k, w, u, g2, initial, bounds, float(args["scale"]), args["state_v_first"],
+        args["output_final_state"], launch,
     )  # fmt: skip
     return o, final, inverse

@@ -211,14 +211,20 @@ def record_states(module: str, launch: Any, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
-def record_solve(launch: Any, dtype: torch.dtype) -> None:
-    """What Hopper has of its own besides the states: the inverse, with a gate and packed, and without."""
+def record_parts(launch: Any, dtype: torch.dtype) -> None:
+    """What Hopper has of its own besides the states: inverses and outputs, with a gate, packed and with all
+    that there can be, and without."""
     from isobit.ops.gated_delta_rule import kernels_hopper
 
     T, H, HV, full = 256, 1, 2, dtype == BF16
     empty, K = _empty(BF16 if full else F16), 128 if full else 64
     gate, bounds = (empty(1, T, HV, dtype=F32), empty(4, dtype=torch.int32)) if full else (None, None)
-    kernels_hopper.solve(empty(1, T, H, K), empty(1, T, HV), gate, bounds, launch)
+    keys, values = empty(1, T, H, K), empty(1, T, HV, K)
+    kernels_hopper.solve(keys, empty(1, T, HV), gate, bounds, launch)
+    state = empty(3, HV, K, K, dtype=F32) if full else None
+    kernels_hopper.outputs(
+        keys, keys, values, values, gate, state, bounds, 0.1, v_first=full, want_final=full, launch=launch
+    )
 
 
 # Cases
@@ -304,7 +310,7 @@ PROOF = Proof(
     # For one target: the substitution takes seconds to compile. The states, below, are for all of them.
     kernels={
         "triton": Kernels(record, targets=HOPPER),
-        "hopper": Kernels(record_solve, targets=HOPPER),
+        "hopper": Kernels(record_parts, targets=HOPPER),
     },
     rows="B S",
     batch_sizes=(1,),
