@@ -22,6 +22,7 @@ from isobit.ops.gated_delta_rule import (
     kernels_hopper_states,
     model,
 )
+from isobit.ops.gated_delta_rule.proof import PROOF
 from test_delta_rule_hopper import LENGTHS, MODES, Room, Walked
 from test_delta_rule_hopper import made as made_backwards
 
@@ -224,6 +225,19 @@ def test_later_tokens_that_are_not_finite_change_no_earlier_output() -> None:
     assert torch.equal(found.isnan(), right.isnan())
     assert torch.equal(found[0, :30], clean[0, :30]) and torch.equal(found[0, 70:90], clean[0, 70:90])
     assert not found[0, 30, 0, 3].isfinite() and not found[0, 90, 0, 3].isfinite()
+
+
+def test_cases_of_the_proof_take_one_kernel_and_two() -> None:
+    """On an H200, which has 132 SMs."""
+    for cases in (PROOF.cases, PROOF.bit_cases, PROOF.agree_cases):
+        served = [case.dims | case.options for case in cases if case.dims["K"] in (64, 128)]
+        items = [
+            (d["B"] if "lengths" not in d else d["lengths"].count("+") + 1) * d["HV"] * (d["V"] // 64)
+            for d in served
+            if d["V"] % 64 == 0
+        ]
+        assert {kernels_hopper.in_one_kernel(128, n, 132) for n in items} == {True, False}
+    assert not kernels_hopper.in_one_kernel(256, 1000, 132)
 
 
 def test_all_kinds_of_calls_fit_into_shared_memory() -> None:

@@ -7,11 +7,10 @@ buffers from which they are stored there. Here nothing stores them. Two more war
     o = scale ((q S) 2^g + P new)         the other; S as 16-bit numbers
 
 while the first one continues with the state. So neither states nor new values go through memory, and k is
-read once for both. One warpgroup for P and o took 1.8 us for a chunk on an H200, twice what the states take.
-
-To divide the rows of q by their norm in shared memory, in the warpgroup of P, took longer than a kernel that
-does so for q and k: it has four warps, which wait for everything that they do. The same holds for k and the
-warps that compute T.
+read once for both. Measured on an H200 (K = V = 128, 2026-11), a chunk takes 1.6 us. The bandwidth of shared
+memory explains 1.0 of them: tensor cores, TMA and threads move 220 KB. With one warpgroup for P and o it was
+1.8; with the rows of q divided by their norm in shared memory, by the warpgroup of P, 2.4: the four warps
+wait for everything that they do. For k, next to T, that took as long as a kernel of its own.
 
 A result goes through a buffer of its own and TMA. That of a sequence's last chunk, which may have fewer than
 64 tokens, is stored from registers with a mask.

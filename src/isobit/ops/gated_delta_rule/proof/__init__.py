@@ -254,12 +254,16 @@ _HEAVY = [
     _case(1, 70, 1, 1, 256, 128, BF16, heavy=True),
     _case(1, 100, 2, 2, 64, 192, BF16, mode="h", heavy=True),
     _case(1, 260, 1, 2, 128, 64, BF16, lengths="77+0+64+1+118", heavy=True),
+    # On Hopper there is one kernel for states and outputs where there are many, as here, and two above.
+    _case(6, 150, 4, 4, 128, 128, BF16, mode="gn", heavy=True),
+    _case(1, 700, 4, 8, 64, 64, F16, mode="ghn", v_first=True, lengths="117+0+64+257+1+261", heavy=True),
     # More than 65535 programs.
     _case(1, 4200, 1, 32, 16, 16, BF16, lengths="2100x2", heavy=True, gpu_gb=8),
 ]
 _BITS = [
     _case(2, 20, 1, 1, 64, 64, F16, mode="gh"),
     _case(4, 300, 2, 4, 128, 128, BF16, heavy=True),
+    _case(6, 150, 2, 4, 128, 128, BF16, mode="gh", heavy=True),  # one kernel on Hopper
     _case(3, 200, 1, 2, 64, 64, F16, mode="gn", heavy=True),
     _case(3, 130, 1, 1, 256, 64, BF16, heavy=True),
     # More than 2**31 elements in v, u, v_new and o: wrong 32-bit offsets would fail here.
@@ -282,6 +286,7 @@ _AGREE = [
     _case(1, 200, 1, 2, 128, 128, BF16, heavy=True),
     _case(1, 200, 1, 1, 64, 64, F16, mode="ghn", heavy=True),
     _case(1, 300, 1, 2, 128, 64, BF16, lengths="100+0+199+1", heavy=True),
+    _case(1, 300, 4, 8, 128, 64, BF16, lengths="100+0+64+135+1+0", heavy=True),  # one kernel on Hopper
 ]
 
 _MEMORY = _case(1, 512, 1, 2, 128, 128, BF16, heavy=True)
