@@ -66,10 +66,17 @@ def torchs(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+def vllms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The text of its CUDA kernels, 0.26.0 and 0.32.0."""
+    z = x.float()
+    return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hugging face": (hugging_face, {}),
     "gemma": (gemma, {"cast": "after", "offset": 1.0}),
     "torch": (torchs, {"cast": "after"}),
+    "vllm": (vllms, {"cast": "after"}),
 }
 
 

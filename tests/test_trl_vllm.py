@@ -45,6 +45,8 @@ def test_the_engine_that_trl_makes_is_one_that_isobit_serves(found: dict[str, An
 def test_refusals(found: dict[str, Any]) -> None:
     told = found["refused"].pop("classes")
     assert "0.mlp.down_proj is of class chain16, and of class tree8 in the engine: give" in told
+    told = found["refused"].pop("rounding")
+    assert "the model has rounding='hf', and the engine rounding='vllm': give zero_drift(trainer, rou" in told
     for name, start in {
         "server": "vllm_mode='server': the engine of another process was not tried",
         "adapter": "with an adapter TRL gives vLLM merged weights",

@@ -236,7 +236,7 @@ def test_parameters_of_a_subclass_are_passed_on_as_tensors(
     seen: list[type] = []
     monkeypatch.setattr(layers, "det_linear", lambda x, *given, **options: seen.extend(map(type, given)) or x)
     layer = SimpleNamespace(quant_method=SimpleNamespace(), weight=Weight(torch.ones(2, 2)))
-    layers._serve_linear(layer, layers.How(lambda name: None, "before", lambda part: None))
+    layers._serve_linear(layer, layers.How(lambda name: None, "before", "hf", lambda part: None))
     layer.quant_method.apply(layer, torch.ones(1, 2), Weight(torch.ones(2)))
     assert seen == [torch.Tensor, torch.Tensor]
 

@@ -116,6 +116,7 @@ def refused() -> dict[str, str]:
         refuse("without isobit", engine.model, SERVED, None)
         refuse("log_softmax", engine.model, SERVED, Options(logprobs="log_softmax"))
         refuse("classes", engine.model, SERVED, Options(numerics=quoted("", {"*.down_proj": "tree8"})))
+        refuse("rounding", engine.model, SERVED, Options(rounding="vllm"))
         refuse("dtype", engine.llm_engine.model_config, "dtype", torch.float16)
         with isobit.integrations.trl.zero_drift(made):
             refuse("twice", made, "max_steps", 1)

@@ -13,6 +13,7 @@ Tiny models in bf16 with random weights. What must hold:
   do not
 - with the rounding of a fused kernel they do not: the comparison can fail
 - workers in other processes load the plugin, and have the same bits
+- with rounding="vllm" on both sides they have them too, and with it on one side they do not
 - a trainer with layers of class tree8 has them too, if the engine was given its map of classes
 - an engine that is made before `enable` or after `disable` in the same process has vLLM's own attention, and
   an engine says of each of its workers, in its own process or another, whether isobit computes in it
@@ -155,6 +156,24 @@ def with_classes(folder, given):
     assert counts["tree8"] == 0 < counts["control: chain16"], counts
 
 
+def with_roundings(folder, given):
+    """Of trainers and engines that round where transformers does, or where vLLM's kernels do."""
+    model, roundings, counts = vr.model_of(folder), ("hf", "vllm"), {}
+    for there in roundings:
+        with isobit.integrations.vllm.enable(rounding=there):
+            llm = engine(folder)
+            rows = vr.rollout(llm, given)
+            (report,) = isobit.integrations.vllm.reports(llm)
+            assert f"rounding={there!r}" in report.rounding, report
+            del llm
+            vr.free()
+        for here in roundings:
+            with isobit.integrations.hf.zero_drift(model, rounding=here):
+                counts[here, there] = different(rows, vr.trained(model, given, rows, logps))
+    say("roundings of trainer and engine:", counts)
+    assert all((count == 0) == (here == there) for (here, there), count in counts.items()), counts
+
+
 def one_family(folder, given, more=False):
     """Rollouts of one engine against the trainer, and with `more` all the rest."""
     trainer = vr.trainer_of(folder)
@@ -248,6 +267,7 @@ def main():
     first = saved("Qwen3", folder, tie_word_embeddings=False)
     a_plain_engine(first)
     with_classes(first, given)
+    with_roundings(first, given)
     a_plain_engine(first)
     with isobit.integrations.vllm.enable():
         one_family(saved("Qwen3", folder, tie_word_embeddings=False), given, more=True)

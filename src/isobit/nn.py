@@ -7,7 +7,7 @@ of a module that FSDP2 has sharded are gathered.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -30,6 +30,7 @@ def zero_drift(
     model: nn.Module,
     *,
     numerics: Classes = None,
+    rounding: Literal["hf", "vllm"] | None = None,
     tp: Any = None,
     batch: int | Sequence[int] = 1,
     lengths: int | Sequence[int] = (),
@@ -37,9 +38,9 @@ def zero_drift(
 ) -> "ZeroDrift":
     """`isobit.integrations.hf.zero_drift` under a shorter name: a causal LM of transformers gives every token
     the same bits in training, prefill and decoding, alone or in any batch. It needs transformers. `numerics`
-    is the numerics class of its linear layers, or a map {name: class}. The ranks of a mesh `tp` share its
-    layers, with the bits of one. With `lengths` kernels are compiled in
-    parallel beforehand (`isobit.warmup`).
+    is the numerics class of its linear layers, or a map {name: class}. With `rounding="vllm"` it rounds where
+    vLLM's kernels do. The ranks of a mesh `tp` share its layers, with the bits of one. With `lengths` kernels
+    are compiled in parallel beforehand (`isobit.warmup`).
 
     Example:
         >>> import torch, transformers, isobit
@@ -53,4 +54,6 @@ def zero_drift(
     """
     from isobit.integrations import hf
 
-    return hf.zero_drift(model, numerics=numerics, tp=tp, batch=batch, lengths=lengths, train=train)
+    return hf.zero_drift(
+        model, numerics=numerics, rounding=rounding, tp=tp, batch=batch, lengths=lengths, train=train
+    )

@@ -21,14 +21,24 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from isobit.frame.caller import warn
-from isobit.integrations.hf import adapters, delta_nets, guard, refusals, trial
+from isobit.integrations.hf import adapters, delta_nets, guard, refusals, rotary, trial
 from isobit.integrations.hf.attention import NAME, PAGED, register_attention
 from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
 from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.experts import DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import refusal
-from isobit.integrations.hf.swaps import check_numerics, is_on, or_as_before, own_layers, turn_off, turn_on
+from isobit.integrations.hf.rotary import DetAttention
+from isobit.integrations.hf.swaps import (
+    check_numerics,
+    check_rounding,
+    is_on,
+    or_as_before,
+    own_layers,
+    rounding_of,
+    turn_off,
+    turn_on,
+)
 from isobit.integrations.hf.tensor_parallel import (
     check_cut,
     check_tp,
@@ -39,6 +49,7 @@ from isobit.integrations.hf.tensor_parallel import (
 )
 from isobit.integrations.hf.warmup import of_calls, of_model
 from isobit.integrations.patch import Handle, Patch, Switch
+from isobit.integrations.rounding import AS, ROUNDINGS, Rounding
 from isobit.layers.classes import Classes, class_given
 from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
@@ -61,6 +72,7 @@ class Report:
     rounded: int = 0  # linear layers in fp32, whose operands are rounded
     since: dict[str, str] = field(default_factory=dict)  # what was changed afterwards and may cause drift
     classes: dict[str, str] = field(default_factory=dict)  # numerics classes of linear layers
+    rounding: Rounding = "hf"  # where it rounds
 
     def __str__(self) -> str:
         width = max(map(len, [*self.changed, *self.left, *self.untried, *self.new]))
@@ -77,6 +89,8 @@ class Report:
         if classes.keys() - {str(CHAIN16)}:
             counts = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
             lines.append(f"  linear layers by numerics class: {counts}")
+        if self.rounding != "hf":
+            lines.append(f"  rounded {AS[self.rounding]} (rounding={self.rounding!r})")
         if self.since:
             lines.append(f"  CHANGED, may depend on the batch: {by_reason(self.since)}")
         return "\n".join([self.model, *lines])
@@ -87,6 +101,7 @@ def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Re
     kinds: dict[str, Any] = {"isobit.det_linear": DetLinear, "isobit.rms_norm": DetRMSNorm}
     kinds |= {"isobit.nn.DetExperts": DetExperts, "isobit router": DetRouter}
     kinds |= {"isobit.gated_delta_rule": DetGatedDeltaNet, "isobit.rms_norm_gated": DetRMSNormGated}
+    kinds |= {"isobit.rope": DetAttention}
     changed = {"isobit.attention": _attention_layers(model)}
     changed |= {key: [n for n, m in model.named_modules() if isinstance(m, kinds[key])] for key in kinds}
     left, untried, new = Counter[str](), Counter[str](), Counter[str]()
@@ -97,7 +112,8 @@ def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Re
     changed = {key: names for key, names in changed.items() if names}
     classes = {n: class_here(m) for n, m in own_layers(model).items() if isinstance(m, DetLinear)}
     return Report(
-        class_of(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {}, classes
+        class_of(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {},
+        classes, rounding_of(model),
     )  # fmt: skip
 
 
@@ -203,6 +219,11 @@ class ZeroDrift(Handle):
         same bits."""
         return dict(self.report.classes)
 
+    @property
+    def rounding(self) -> Rounding:
+        """Where the model rounds: "hf" or "vllm"."""
+        return self.report.rounding
+
     def check(self) -> Report:
         """Test the model again as it is now: that nothing in it has been changed so that its bits may depend
         on the batch, and that they do not in a trial, as in `zero_drift`. Changes nothing.
@@ -247,6 +268,7 @@ def zero_drift(
     model: Any,
     *,
     numerics: Classes = None,
+    rounding: Rounding | None = None,
     tp: Any = None,
     batch: int | Sequence[int] = 1,
     lengths: int | Sequence[int] = (),
@@ -270,6 +292,11 @@ def zero_drift(
             `isobit.nn.swap_linear`: names may be glob patterns such as "*.down_proj", and layers that are not
             in the map are chain16, like all layers without a map. Adapters are always chain16. None keeps
             the classes of a model that is enabled already.
+        rounding: where norms and rotary embeddings are rounded: "hf" as transformers does it, "vllm" as
+            vLLM's CUDA kernels do, for a trainer of engines with
+            `isobit.integrations.vllm.enable(rounding="vllm")`. Then rotary embeddings go through
+            `isobit.rope`, and a model other than Llama, Mistral, Qwen 2 or Qwen 3 is refused, and so is tp.
+            None keeps that of a model that is enabled already, and is "hf" for others.
         tp: a DeviceMesh of one dimension whose ranks share the linear layers, 1, 2, 4 or 8 of them: all call
             this with the same model, whole, and keep their parts of it. All layers that are cut must be of
             class tree8; logits, and gradients of what every rank has, then have the bits of one rank. See
@@ -302,6 +329,9 @@ def zero_drift(
         >>> len(on.changed["isobit.det_linear"])
         8
     """
+    if rounding not in (None, *ROUNDINGS):
+        known = " or ".join(map(repr, ROUNDINGS))
+        raise HFError(f"isobit.integrations.hf.zero_drift(rounding: {rounding!r}): must be {known}")
     given, model = model, adapters.base_of(model)
     switch = _switches.get(model) if isinstance(model, nn.Module) else None
     if switch is None:
@@ -310,12 +340,13 @@ def zero_drift(
         sizes = Warmup(given, batch, lengths, train)
         if tp is not None and switch.patch is not None:
             prepared(model, tp, partial(_enabled_already, model), str)
-        patch, new = switch.applied(None, lambda: _apply(model, numerics, sizes, tp))
+        patch, new = switch.applied(None, lambda: _apply(model, numerics, rounding, sizes, tp))
         assert isinstance(patch, _Patch)
         if not new:
             check_numerics(model, numerics)
+            check_rounding(model, rounding)
         if not new and not guard.is_unchanged(model):  # what was added since
-            again = _apply(model, numerics, sizes, None)
+            again = _apply(model, numerics, rounding, sizes, None)
             patch.tried, patch.report, patch.snapshots = again.tried, again.report, 0
     _switches[model] = switch
     return ZeroDrift(switch, patch, new and not patch.adopted)
@@ -344,20 +375,21 @@ def _enabled_already(model: Any) -> tuple[None, dict[str, int]]:
     raise refusal(model, "tp: zero_drift was called already; call disable() first")
 
 
-def _apply(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> _Patch:
+def _apply(model: Any, numerics: Classes, rounding: Rounding | None, warmup: Warmup, tp: Any) -> _Patch:
     """Until the ranks of tp have agreed, an error on any of them leaves the model as it was on all."""
     adopted = is_on(model)
     with ExitStack() as undo:
 
         def ready() -> tuple[Tried, dict[str, int]]:
             _check_refusals(model)
+            _check_rounding(model, rounding, tp)
             if tp is not None:
                 check_tp(model, tp, numerics)
             check_cut(model)
             check_numerics(model, numerics)
             register_attention()
             undo.enter_context(or_as_before(model))
-            return _turned_on(model, numerics, warmup, tp)
+            return _turned_on(model, numerics, rounding, warmup, tp)
 
         tried, heads = prepared(model, tp, ready, lambda name: str(class_given(numerics, name)))
         if tp is not None:
@@ -369,11 +401,13 @@ def _apply(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> _Patch:
     )
 
 
-def _turned_on(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> tuple[Tried, dict[str, int]]:
+def _turned_on(
+    model: Any, numerics: Classes, rounding: Rounding | None, warmup: Warmup, tp: Any
+) -> tuple[Tried, dict[str, int]]:
     """The model computed by isobit, and tested: the classes of modules that torch computes, and the norms of
     single heads that ranks are to share."""
     warmup.of_norms(partial(options_of_all, model))
-    skipped = turn_on(model, numerics)
+    skipped = turn_on(model, numerics, rounding)
     if skipped:
         raise refusal(model, by_reason(skipped))
     if not _attention_layers(model):
@@ -389,6 +423,16 @@ def _check_refusals(model: Any) -> None:
     refused = refusals.of_modules(model)
     if refused:
         raise refusal(model, by_reason(refused))
+
+
+def _check_rounding(model: Any, rounding: Rounding | None, tp: Any) -> None:
+    check_rounding(model, rounding)
+    if (rounding or rounding_of(model)) == "vllm":
+        reason = rotary.why_not(model)
+        if tp is not None or any(getattr(module, "of_ranks", False) for module in model.modules()):
+            reason = "rounding='vllm': its layers are shared by ranks, with which this was not tried"
+        if reason is not None:
+            raise refusal(model, reason)
 
 
 def _vocab(model: Any) -> int:

@@ -26,6 +26,7 @@ from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.experts import DetClampedExperts, DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import is_compiled, of_module, refusal
+from isobit.integrations.hf.rotary import DetAttention
 from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear
@@ -184,7 +185,7 @@ class Guard:
     def _new(self, module: nn.Module) -> str | None:
         kind = class_of(module)
         plain = (DetLinear, DetRMSNorm, DetExperts, DetClampedExperts, DetRouter)
-        served = (*plain, DetGatedDeltaNet, DetRMSNormGated)
+        served = (*plain, DetGatedDeltaNet, DetRMSNormGated, DetAttention)
         if isinstance(module, served):
             ours = type(module).forward in [each.forward for each in served]
             return None if ours else f"its class is {kind.__name__} now"

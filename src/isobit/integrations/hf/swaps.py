@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobit.integrations.hf import adapters, delta_nets, guard
+from isobit.integrations.hf import adapters, delta_nets, guard, rotary
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.batching import KEPT, MAKES, Makes
 from isobit.integrations.hf.delta_nets import DetGatedDeltaNet, DetRMSNormGated
 from isobit.integrations.hf.experts import DetClampedExperts, DetRouter, routing_of, swapped_class
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
+from isobit.integrations.hf.rotary import DetAttention
 from isobit.integrations.hf.tensor_parallel import join
+from isobit.integrations.rounding import Rounding, cast_of
 from isobit.layers.classes import (
     Classes,
     as_map,
@@ -34,13 +36,15 @@ from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear, Swap, class_here, default_class, linear_layers, swap_linear
 
-#: On modules: their class before. On the model: the name of its attention before, and the numerics classes
-#: that its layers were to have.
+#: On modules: their class before. On the model: the name of its attention before, the numerics classes that
+#: its layers were to have, and where it rounds.
 CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"
-NUMERICS = "numerics_of_zero_drift"
+NUMERICS, ROUNDING = "numerics_of_zero_drift", "rounding_of_zero_drift"
 
 #: The classes that modules get, other than linear layers.
-SWAPPED = (DetRMSNorm, DetExperts, DetClampedExperts, DetRouter, DetGatedDeltaNet, DetRMSNormGated)
+SWAPPED = (
+    DetRMSNorm, DetExperts, DetClampedExperts, DetRouter, DetGatedDeltaNet, DetRMSNormGated, DetAttention,
+)  # fmt: skip
 
 
 def never(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -81,17 +85,33 @@ def check_numerics(model: nn.Module, numerics: Classes) -> None:
                 raise refusal(model, f"{reason}; call disable(), or undo() of swap_linear, first")
 
 
-def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
-    """Change what is not changed yet. Returns the linear layers that cannot be, with reasons."""
+def rounding_of(model: nn.Module) -> Rounding:
+    """Where a model rounds; "hf" if it is not on."""
+    known: Rounding = vars(model).get(ROUNDING, "hf")
+    return known
+
+
+def check_rounding(model: nn.Module, rounding: Rounding | None) -> None:
+    """An error if a model that is on already rounds elsewhere."""
+    if rounding is not None and is_on(model) and rounding != (there := rounding_of(model)):
+        raise refusal(model, f"it has rounding={there!r} already, not {rounding!r}; call disable() first")
+
+
+def turn_on(model: Any, numerics: Classes, rounding: Rounding | None) -> dict[str, str]:
+    """Change what is not changed yet. Returns the modules that cannot be, with reasons."""
     if numerics is not None:
         setattr(model, NUMERICS, as_map(numerics))
+    where = rounding or rounding_of(model)
+    setattr(model, ROUNDING, where)
     narrow, skipped = adapters.operand_dtypes(model), dict[str, str]()
     for dtype in {None, *narrow.values()}:
         skipped |= _swap(model, narrow, dtype)
     for module, options in options_of_all(model):
         setattr(module, CLASS, type(module))
         module.__class__ = DetRMSNorm
-        module.options = options  # type: ignore[assignment]  # of the new class
+        module.options = options._replace(cast=cast_of(where, options.cast))  # type: ignore[assignment]
+    if where == "vllm":
+        skipped |= _round_as_vllm(model)
     for module in model.modules():
         if (other := swapped_class(module)) is not None:
             if other is DetRouter:
@@ -106,6 +126,24 @@ def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
     setattr(model, COMPILES, never)
     setattr(model, MAKES, Makes(model))
     model.set_attn_implementation(NAME)
+    return skipped
+
+
+def _round_as_vllm(model: nn.Module) -> dict[str, str]:
+    """Swap the attention of a model whose norms are swapped. Returns what would round elsewhere."""
+    skipped = dict[str, str]()
+    for name, module in model.named_modules():
+        if isinstance(module, DetAttention | DetRMSNorm):
+            continue
+        if rotary.rotates(module):
+            setattr(module, CLASS, type(module))
+            rotary.swap(module)
+        elif hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            skipped[name] = f"rounding='vllm': its forward is not one that calls {rotary.ROTATES}"
+        elif "RMSNorm" in type(module).__name__:
+            skipped[name] = (
+                "rounding='vllm': a norm that isobit.rms_norm does not compute, such as one in fp32"
+            )
     return skipped
 
 
@@ -140,7 +178,7 @@ def turn_off(model: Any) -> None:
     guard.take_off(model)
     _restore(modules.values())
     delattr(model, ATTENTION)
-    for key in (COMPILES, MAKES, NUMERICS):
+    for key in (COMPILES, MAKES, NUMERICS, ROUNDING):
         vars(model).pop(key, None)
 
 
@@ -149,7 +187,7 @@ def or_as_before(model: Any) -> Iterator[None]:
     """Undoes what this block has changed in a model, and nothing else, if the block ends with an error. There
     is no guard inside it: the model is to change."""
     known, attention = set(map(id, marked(model).values())), model.config._attn_implementation
-    keys = (ATTENTION, COMPILES, MAKES, NUMERICS)
+    keys = (ATTENTION, COMPILES, MAKES, NUMERICS, ROUNDING)
     own = {key: vars(model)[key] for key in keys if key in vars(model)}
     before = guard.of(model)
     guard.take_off(model)
@@ -175,6 +213,7 @@ def _restore(modules: Collection[nn.Module]) -> None:
             vars(module).pop("heads_at", None)
         elif isinstance(module, SWAPPED):
             module.__class__ = getattr(module, CLASS)
-            vars(module).pop("routing", None)
+            for key in ("routing", "own"):
+                vars(module).pop(key, None)
         delattr(module, CLASS)
     Swap(_layers=linears).undo()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from isobit.integrations import hf
 from isobit.integrations.hf.batching import recording
+from isobit.integrations.rounding import Rounding
 from isobit.integrations.trl.logps import TRLError, enable
 from isobit.integrations.vllm.workers import options_of
 from isobit.layers.classes import class_given
@@ -49,7 +50,7 @@ ON = "_isobit_zero_drift"
 
 
 def zero_drift(
-    trainer: Any, *, numerics: Any = None, lengths: int | Sequence[int] = ()
+    trainer: Any, *, numerics: Any = None, rounding: Rounding | None = None, lengths: int | Sequence[int] = ()
 ) -> "ZeroDriftTrainer":
     """Give rollouts of a GRPO trainer the bits of its training, and log how far they are apart. Call this
     before `trainer.train()`.
@@ -63,6 +64,8 @@ def zero_drift(
             `use_transformers_continuous_batching=True`, or with `use_vllm=True, vllm_mode="colocate"` and an
             engine that was made after `isobit.integrations.vllm.enable()`.
         numerics: numerics classes of linear layers, as for `isobit.integrations.hf.zero_drift`.
+        rounding: where the model rounds, as there: "vllm" if the engine has
+            `isobit.integrations.vllm.enable(rounding="vllm")`.
         lengths: tokens of prompts with answers, for which kernels are compiled in parallel beforehand, as by
             `isobit.warmup` with the trainer's batch. Kernels for pages of a cache are compiled when the first
             answers are generated.
@@ -83,7 +86,7 @@ def zero_drift(
     reason = _why_not(trainer)
     if reason is not None:
         raise TRLError(f"isobit.integrations.trl.zero_drift({type(trainer).__name__}): {reason}")
-    return ZeroDriftTrainer(trainer, numerics, lengths)
+    return ZeroDriftTrainer(trainer, numerics, rounding, lengths)
 
 
 def _why_not(trainer: Any) -> str | None:
@@ -130,11 +133,21 @@ def _check_classes(ours: dict[str, str], engine: Any) -> None:
             )
 
 
+def _check_rounding(ours: str, theirs: str) -> None:
+    if ours != theirs:
+        raise TRLError(
+            f"isobit.integrations.trl.zero_drift: the model has rounding={ours!r}, and the engine "
+            f"rounding={theirs!r}: give zero_drift(trainer, rounding={theirs!r})"
+        )
+
+
 class ZeroDriftTrainer:
     """The result of `zero_drift`. `print` it to see by what the model is computed; `disable()`, or the end of
     a with-block, restores the trainer and the model."""
 
-    def __init__(self, trainer: Any, numerics: Any, lengths: int | Sequence[int] = ()) -> None:
+    def __init__(
+        self, trainer: Any, numerics: Any, rounding: Rounding | None, lengths: int | Sequence[int] = ()
+    ) -> None:
         self.trainer = trainer
         #: Gets the log-probabilities of each generation: by the trainer, by the rollout, and their mask.
         self.heard: Callable[[Tensor, Tensor, Tensor], None] | None = None
@@ -143,13 +156,22 @@ class ZeroDriftTrainer:
             models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
             handles = [
                 undo.enter_context(
-                    hf.zero_drift(model, numerics=numerics, batch=size, lengths=lengths, train=not reference)
+                    hf.zero_drift(
+                        model,
+                        numerics=numerics,
+                        rounding=rounding,
+                        batch=size,
+                        lengths=lengths,
+                        train=not reference,
+                    )
                 )
                 for reference, model in enumerate(models)
             ]
             self.model: hf.ZeroDrift = handles[0]
             if trainer.use_vllm:
-                _check_classes(self.model.classes, options_of(trainer.vllm_generation.llm))
+                engine: Any = options_of(trainer.vllm_generation.llm)
+                _check_rounding(self.model.rounding, engine.rounding)
+                _check_classes(self.model.classes, engine)
             self.logps = undo.enter_context(enable())
             for model in models:
                 hook = model.register_forward_pre_hook(with_positions, with_kwargs=True)

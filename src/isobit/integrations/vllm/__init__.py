@@ -5,11 +5,12 @@
     print(*isobit.integrations.vllm.reports(llm))
 
 An engine that is made after `enable` computes linear layers, the LM head, norms, rotary embeddings, SwiGLU
-and attention as a transformers model under `zero_drift` does, with the same roundings. A model with a layer
-that isobit does not serve is refused when it is loaded. See `versions` for what was run where.
+and attention as a transformers model under `zero_drift` does, with the same roundings:
+those of transformers, or with `rounding="vllm"` on both sides those of vLLM's CUDA kernels. A model with a
+layer that isobit does not serve is refused when it is loaded. See `versions` for what was run where.
 
 versions    which versions of vLLM, and the names in it that are used
-rotary      rotary embeddings, with the roundings and frequencies of transformers
+rotary      rotary embeddings, with the frequencies of transformers
 experts     layers of experts: the whole block of a model, router included
 layers      which modules of a model are served, how, and which are refused
 scores      log-probabilities of tokens: those of `isobit.linear_logp`

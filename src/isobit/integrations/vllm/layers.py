@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isobit.integrations.rounding import Rounding, cast_of
 from isobit.integrations.vllm import attention as paged
 from isobit.integrations.vllm import classes, experts, rotary
 from isobit.integrations.vllm import versions as v
@@ -45,6 +46,7 @@ class How:
 
     count: Count
     cast: Literal["before", "after"]  # of norms
+    rounding: Rounding  # of rotary embeddings
     of: Callable[[str], str | None]  # the numerics class of a linear layer; "" is the module itself
 
 
@@ -141,7 +143,7 @@ def _serve_swiglu(module: Any, how: How) -> None:
 
 
 def _serve_rotary(module: Any, how: How) -> None:
-    rotary.serve(module, how.count)
+    rotary.serve(module, how.count, how.rounding)
 
 
 def _serve_experts(block: Any, how: How) -> None:
@@ -220,9 +222,9 @@ def _inside(name: str, owners: set[str]) -> bool:
     return any(name.startswith(f"{owner}.") for owner in owners)
 
 
-def refused(model: nn.Module) -> dict[str, str]:
-    """Reasons by the name of a module: those that isobit does not serve. Parts of a module of unknown class
-    are looked at too, so that one error names all."""
+def refused(model: nn.Module, rounding: Rounding = "hf") -> dict[str, str]:
+    """Reasons by the name of a module: those that isobit does not serve, or not with this rounding. Parts of
+    a module of unknown class are looked at too, so that one error names all."""
     reasons: dict[str, str] = {}
     known: set[str] = set()
     for name, module in model.named_modules():
@@ -235,6 +237,8 @@ def refused(model: nn.Module) -> dict[str, str]:
             if not kind.parts:
                 known.add(name)
             reason = kind.why_not(module)
+            if reason is None and kind is _BLOCK and rounding != "hf":
+                reason = f"layers of experts are served with rounding='hf' alone, and not {rounding!r}"
         else:
             reason = _unknown(module)
         if reason is not None:
@@ -243,7 +247,11 @@ def refused(model: nn.Module) -> dict[str, str]:
 
 
 def serve(
-    model: nn.Module, refused: dict[str, str], count: Count, given: dict[str, str] | None = None
+    model: nn.Module,
+    refused: dict[str, str],
+    count: Count,
+    given: dict[str, str] | None = None,
+    rounding: Rounding = "hf",
 ) -> Counter[str]:
     """Replace all modules but those that are refused; returns how many there are of each class. `given` are
     the numerics classes of linear layers, by their names in transformers."""
@@ -255,11 +263,11 @@ def serve(
             linear.append((name, module))
     of_layers = classes.of_model(given or {}, linear, left)
     rotary.separate(model, _turns)
-    cast = MODELS.get(type(model).__name__, "before")
+    cast = cast_of(rounding, MODELS.get(type(model).__name__, "before"))
     served = Counter[str]()
     for name, module, kind in _known(model):
         if name not in refused and kind.serve is not _nothing:
-            kind.serve(module, How(count, cast, partial(classes.of_part, of_layers, name)))
+            kind.serve(module, How(count, cast, rounding, partial(classes.of_part, of_layers, name)))
             served[type(module).__name__] += 1
     return served
 

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from isobit.frame.contract import ContractError
+from isobit.integrations.rounding import ROUNDINGS, Rounding
 from isobit.integrations.vllm.scores import DTYPES, KINDS
 from isobit.integrations.vllm.versions import refusal
 from isobit.layers.classes import Classes, as_map, check_class
@@ -23,6 +24,7 @@ class Options:
     logprobs: str = KINDS[0]
     logits_dtype: str = "float32"
     warm_up: bool = False
+    rounding: Rounding = ROUNDINGS[0]
     numerics: str = ""  # the map of classes, as JSON with what separates options quoted
 
     @property
@@ -46,6 +48,7 @@ class Options:
         known = all(type(value) is type(defaults.get(name)) for name, value in options.items())
         read = defaults | options
         known &= read["logprobs"] in KINDS and read["logits_dtype"] in DTYPES.values()
+        known &= read["rounding"] in ROUNDINGS
         if first != "1" or not known or not _is_map(read["numerics"]):
             raise refusal(f"{VARIABLE}={text!r} is not what enable() sets; unset it, and call enable()")
         return cls(**options)

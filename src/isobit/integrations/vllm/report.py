@@ -18,6 +18,7 @@ class VLLMReport:
     variables: dict[str, str] = field(default_factory=dict)  # of the environment, for workers
     runner: str = ""  # which of vLLM's model runners an engine may have, and why
     logprobs: str = ""  # by which function the log-probabilities of tokens are computed
+    rounding: str = ""  # where norms and rotary embeddings are rounded, and by which option
     models: list[str] = field(default_factory=list)  # loaded since, with their modules that are served
     calls: dict[str, int] = field(default_factory=dict)  # that were served, by Python
     uncounted: list[str] = field(default_factory=list)  # where calls are made without Python
@@ -31,6 +32,7 @@ class VLLMReport:
         lines += [f"  {name}={_short(value)}" for name, value in self.variables.items()]
         lines.append(f"  model runner: {self.runner}")
         lines.append(f"  log-probabilities of {self.logprobs}")
+        lines.append(f"  rounded {self.rounding}")
         lines += [f"  {model}" for model in self.models]
         lines += [f"  {name:18s} {count:7d} calls served" for name, count in sorted(self.calls.items())]
         if self.uncounted:

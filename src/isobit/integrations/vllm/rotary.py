@@ -1,8 +1,8 @@
 """Rotary embeddings of a model in vLLM, by `isobit.rope`.
 
-vLLM's kernel rounds once. transformers rounds cos and sin, the two products and their sum, and so does
-`isobit.rope`. Its cos and sin are looked up in a table of all positions. Inverse frequencies come from
-transformers, computed on the CPU: `pow` of a GPU has other bits.
+vLLM's kernel rounds cos and sin, and then once. transformers rounds cos and sin, the two products and their
+sum. `isobit.rope` has both. Its cos and sin are looked up in a table of all positions. Inverse frequencies
+come from transformers, computed on the CPU, whatever the rounding: `pow` of a GPU has other bits.
 
 vLLM keeps its rotary modules in a dictionary, for all models of a process. So a module is not changed: each
 layer gets a copy of it. One look-up serves all layers of a forward: the first layer does it.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobit.integrations.rounding import Rounding
 from isobit.ops.rope import rope
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -147,7 +148,7 @@ def _copied(rotary: Any, look_up: LookUp, first: bool) -> Any:
     return own
 
 
-def serve(rotary: Any, count: Callable[[str], None]) -> None:
+def serve(rotary: Any, count: Callable[[str], None], rounding: Rounding) -> None:
     """Of a copy that `separate` has made."""
     look_up, first, size = rotary.look_up, rotary.first, rotary.head_size
 
@@ -156,7 +157,7 @@ def serve(rotary: Any, count: Callable[[str], None]) -> None:
         cos, sin = look_up(positions, first)
         q = query.view(len(cos), -1, size)
         k = q[:, :0] if key is None else key.view(len(cos), -1, size)
-        q, k = rope(q, k, cos, sin)
+        q, k = rope(q, k, cos, sin, rounding=rounding)
         return q.view(query.shape), None if key is None else k.view(key.shape)
 
     rotary.forward = forward

@@ -15,6 +15,7 @@ from isobit.frame.backend import UnsupportedError
 from isobit.integrations.hf import warmup
 from isobit.integrations.hf.errors import by_reason
 from isobit.integrations.patch import Enabled, Patch, Switch
+from isobit.integrations.rounding import AS, ROUNDINGS, Rounding
 from isobit.integrations.vllm import layers, workers
 from isobit.integrations.vllm import logprobs as rollout_logprobs
 from isobit.integrations.vllm import versions as v
@@ -137,7 +138,8 @@ class _Patch(Patch):
 
     def admit(self, runner: Any, model: Any) -> None:
         """Serve a model that vLLM has loaded; or an error that names what cannot be served."""
-        refused = layers.refused(model)
+        rounding = self.options.rounding
+        refused = layers.refused(model, rounding)
         name = type(model).__name__
         left = {each or "the model itself": why for each, why in refused.items()}
         if name not in layers.MODELS:
@@ -151,7 +153,7 @@ class _Patch(Patch):
             )
         for each, reason in left.items():
             self._leave(each, reason)
-        served = layers.serve(model, refused, self.count, self.options.classes)
+        served = layers.serve(model, refused, self.count, self.options.classes, rounding)
         if self.options.logprobs == "linear_logp":
             why_not = rollout_logprobs.serve(
                 runner, model, refused, getattr(torch, self.options.logits_dtype), self.count
@@ -173,7 +175,8 @@ class _Patch(Patch):
         ours = "isobit.linear_logp" + (f", logits_dtype={dtype}" if dtype != "float32" else "")
         return VLLMReport(
             self.version, PROVEN.get(self.version, "not tried"), dict(self.variables), self._runner(),
-            ours if own else "torch.log_softmax, of rounded logits", list(self.models),
+            ours if own else "torch.log_softmax, of rounded logits",
+            f"{AS[self.options.rounding]} (rounding={self.options.rounding!r})", list(self.models),
             dict(self.calls), list(self.uncounted), dict(self.left),
         )  # fmt: skip
 
@@ -251,6 +254,7 @@ def enable(
     logprobs: Literal["linear_logp", "log_softmax"] = "linear_logp",
     logits_dtype: torch.dtype | None = None,
     warm_up: bool = False,
+    rounding: Rounding = "hf",
     numerics: Classes = None,
 ) -> Enabled:
     """Let engines of vLLM that are made from here on compute with isobit: until `disable`, or as a context
@@ -271,6 +275,10 @@ def enable(
         logits_dtype: of `linear_logp`, for a trainer that gives it too. bf16 or fp16, that of the model,
             rounds logits, also for the sampler. None keeps fp32.
         warm_up: compile the kernels of the engine's first run in several processes, as `isobit.warmup` does.
+        rounding: where norms and rotary embeddings are rounded: "hf" as transformers does it, "vllm" as
+            vLLM's CUDA kernels do, for a trainer under
+            `isobit.integrations.hf.zero_drift(model, rounding="vllm")`. With "vllm" layers of experts are
+            refused.
         numerics: the numerics classes of the trainer's linear layers: one class, or the map that its
             `zero_drift` handle has as `classes`. Layers that vLLM merges (q, k and v; gate and up) must be of
             one class. Layers that are not in the map are chain16.
@@ -296,11 +304,15 @@ def enable(
         raise UnsupportedError(f"{SWITCH.name}.enable: logprobs={logprobs!r} is not one of {KINDS}")
     if logits_dtype not in DTYPES:
         raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype={logits_dtype} is not bf16, fp16 or None")
+    if rounding not in ROUNDINGS:
+        raise UnsupportedError(f"{SWITCH.name}.enable: rounding={rounding!r} is not one of {ROUNDINGS}")
     if logprobs != "linear_logp" and logits_dtype is not None:
         raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype is for logprobs='linear_logp'")
     given = quoted(f"{SWITCH.name}.enable", numerics)
     workers.check_plugin()
-    return _on(Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype], warm_up, given))
+    return _on(
+        Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype], warm_up, rounding, given)
+    )
 
 
 def disable() -> None:
