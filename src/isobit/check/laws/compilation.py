@@ -3,6 +3,7 @@
 from typing import Any
 
 from isobit.check.disassembly import disassembled
+from isobit.check.pipelines import overwritten_operands
 from isobit.check.sass import FAULTY_TARGET, faulty, unset_registers
 from isobit.frame.device import triton_is_interpreted
 from isobit.frame.launch import Recorder
@@ -20,7 +21,7 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     kernel of the op, for other targets only the call with the most shared memory of all; and in the second
     dtype, which differs in conversions, each of them up to Triton's own code. If other backends launch all
     of them, one goes as far as that. Code for NVIDIA is read for what its assembler may have lost; in a check
-    of all laws, code that has `wgmma`."""
+    of all laws, code that has `wgmma`. Triton's own code is read for operands that are overwritten."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
@@ -62,7 +63,10 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         # The fault does harm where `wgmma` takes an address.
         if target == FAULTY_TARGET and faulty() and ("wgmma" in done.asm["ptx"] or not trial.brief):
             to_read[len(checks)] = done.asm["cubin"]
-        checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
+        if overwritten := overwritten_operands(done.asm.get("ttgir", "")):
+            checks.append(failure(what, f"{overwritten[0]} (see isobit.check.pipelines)"))
+        else:
+            checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
         return int(done.metadata.shared)
 
     taken = {key: shared_memory(first, *call) for key, call in calls.items()}

@@ -310,7 +310,11 @@ def dk_kernel(
             dh_c = tl.load(dh + own * (K * V) + cells, mask=inside, other=0.0)
             y = product(tile(vn, row, HV, hv, V, column, live), tl.trans(dh_c), y)
             z = product(tile(dr, row, HV, hv, V, column, live), tl.trans(h_c), z)
-            if dgate is not None:
+        if dgate is not None:
+            for column in range(0, V, C):  # a loop of its own: see isobit.check.pipelines
+                cells, inside = state_tile(K, V, part * C, column, V_FIRST)
+                h_c = tl.load(h + own * (K * V) + cells, mask=inside, other=0.0)
+                dh_c = tl.load(dh + own * (K * V) + cells, mask=inside, other=0.0)
                 of_states += row_sums(h_c.to(tl.float32) * dh_c.to(tl.float32))
         b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
         k_f, to = k_c.to(tl.float32), ((part + 1).to(tl.int64) * rows + row) * HV + hv
