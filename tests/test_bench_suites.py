@@ -265,11 +265,15 @@ def step_suite() -> Subject:
 
 def test_a_step_is_timed_after_its_ops_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
-    check = types.SimpleNamespace(quick_check=lambda *args: checked.append(args) or [])
-    monkeypatch.setitem(sys.modules, "isobit.check.runner", check)
+
+    def together(pairs: Any, device: Any) -> Any:
+        checked.append((pairs, device))
+        return {pair: [] for pair in pairs}
+
+    monkeypatch.setitem(sys.modules, "isobit.check.runner", types.SimpleNamespace(quick_checks=together))
     (row,) = timed(step_suite(), skip_check=False)["rows"]
     assert (row["op"], row["impl"], row["max_abs"]) == ("step", "isobit", None)
-    assert checked == [("logp", CPU, "reference", {}), ("det_linear", CPU, "model", {})]
+    assert checked == [([("det_linear", "model"), ("logp", "reference")], CPU)]
 
 
 def test_a_step_with_a_failing_op_is_not_timed() -> None:

@@ -35,31 +35,58 @@ class CheckGate:
     skip: bool
     say: Callable[[str], None]
     done: set[tuple[str, str, str]] = field(default_factory=set)
+    #: Ops of which a plain call is needed sooner or later. They are checked together when the first one is:
+    #: the processes of a check take longer to start than most checks.
+    needed: Set[str] = frozenset()
+    #: Failures of plain calls that were checked together, by op and backend.
+    found: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def check(self, op: str, backend: str, options: Mapping[str, Any]) -> None:
         """Raise CheckFailed unless this backend of an op passes its check with these options."""
-        from isobit.check.runner import quick_check
-
         words = "".join(f" {name}={text_of(value)}" for name, value in options.items())
         if self.skip or (op, backend, words) in self.done:
             return
         name = f"{op} on {backend}{' with' if words else ''}{words}"
-        proof = next((p for p in self.reports if proven(op, backend, self.device, p, set(options))), None)
+        proof = self._proof(op, backend, options)
         if proof is not None:
             self.say(f"{name} passed its check in {proof}")
         else:
-            self.say(f"checking {name}, {self.device}, first")
-            failures = quick_check(op, self.device, backend, options)
+            failures = None if words else self.found.get((op, backend))
+            if failures is None:
+                self.say(f"checking {name}, {self.device}, first")
+                from isobit.check.runner import quick_check
+
+                failures = quick_check(op, self.device, backend, options)
             if failures:
                 raise CheckFailed(f"{name} fails its check, so it is not timed:\n  " + "\n  ".join(failures))
         self.done.add((op, backend, words))
 
+    def _proof(self, op: str, backend: str, options: Mapping[str, Any]) -> Path | None:
+        return next((p for p in self.reports if proven(op, backend, self.device, p, set(options))), None)
+
     def check_default(self, op: str) -> None:
         """The same for the backend that serves a plain call."""
         if not self.skip:
-            served = known_op(op).explain(**small_args(known_op(op), self.device)).backend
-            assert served is not None
-            self.check(op, served, {})
+            if op in self.needed:
+                self._check_together(sorted(self.needed))
+            self.check(op, self._served(op), {})
+
+    def _check_together(self, ops: Sequence[str]) -> None:
+        """A failure is raised where what needs the op would be timed."""
+        from isobit.check.runner import quick_checks
+
+        self.needed = frozenset()
+        pairs = [(op, self._served(op)) for op in ops]
+        pairs = [pair for pair in pairs if (*pair, "") not in self.done and self._proof(*pair, {}) is None]
+        if len(pairs) > 1:
+            named = ", ".join(f"{op} on {backend}" for op, backend in pairs)
+            self.say(f"checking {named}, {self.device}, first")
+            self.found |= quick_checks(pairs, self.device)
+
+    def _served(self, op: str) -> str:
+        served = known_op(op).explain(**small_args(known_op(op), self.device)).backend
+        assert served is not None
+        return served
 
 
 def require_relevant_report(path: Path, ops: Sequence[str]) -> None:

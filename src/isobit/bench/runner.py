@@ -108,7 +108,9 @@ def run(
     if len(todo) < len(jobs):
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
     precompile(subject, todo, backend, impls, device, say)
-    gate, pool, longest, stopped = CheckGate(device, check_reports, skip_check, say), Pool(device), 0.0, False
+    needed = {name for one, _, _ in todo for name in one.needs}
+    gate = CheckGate(device, check_reports, skip_check, say, needed=needed)
+    pool, longest, stopped = Pool(device), 0.0, False
     for i, (series, case, wanted) in enumerate(todo):
         start = time.monotonic()
         if minutes is not None and start + longest - begin >= 60 * minutes:

@@ -3,7 +3,7 @@ it."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +41,18 @@ from isobit.spec.trial import NeverEnds, Trial, Unsupported
 #: a sum. Few bits change where results are rounded to 16 bits, and random numbers are not those of all CPUs.
 DRAWS = 4
 
+#: The laws of a quick check.
+QUICK = ("accuracy", "gradient", "repeatable", "invariant")
+
 
 def run(
-    request: Request, progress: Callable[[Cell], None] = lambda cell: None, part: bool = False
+    request: Request,
+    progress: Callable[[Cell], None] = lambda cell: None,
+    part: bool = False,
+    only: Set[tuple[str, str]] | None = None,
 ) -> list[Cell]:
-    """Every cell of the request. A request that selects nothing is an error, not a pass; unless it is a part
-    of another one, whose other parts may select more."""
+    """Every cell of the request, or of these ops and backends of it. A request that selects nothing is an
+    error, not a pass; unless it is a part of another one, whose other parts may select more."""
     cells: list[Cell] = []
 
     def done(cell: Cell) -> None:
@@ -58,6 +64,8 @@ def run(
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
     pairs = candidates(ops, request)
+    if only is not None:
+        pairs = [(op, backend) for op, backend in pairs if (op.name, backend) in only]
     jobs = [job for pair in pairs for job in _elsewhere(*pair, request)]
     elsewhere = workers.start(jobs)
     try:
@@ -147,10 +155,24 @@ def quick_check(
     """Failures because of which an op must not be timed here; none if it may. Runs small cases with these
     options, on this backend or the default one: a matter of seconds. The whole proof is `isobit check`."""
     name = backend or default_backend(known_op(op_name), device)
-    wanted = ("accuracy", "gradient", "repeatable", "invariant")
-    asked = Request(ops=(op_name,), backends=(name,), laws=wanted, device=device, heavy=False)
+    asked = Request(ops=(op_name,), backends=(name,), laws=QUICK, device=device, heavy=False)
     cells = run(replace(asked, vary=dict(options or {})))
-    return [f"{c.law} {c.case}: {c.reason}" for c in cells if c.status == FAIL]
+    return [_failed(c) for c in cells if c.status == FAIL]
+
+
+def quick_checks(pairs: Sequence[tuple[str, str]], device: torch.device) -> dict[tuple[str, str], list[str]]:
+    """The same for several ops, each on one backend and with plain options, by processes that start once."""
+    ops, backends = (tuple(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
+    asked = Request(ops=ops, backends=backends, laws=QUICK, device=device, heavy=False)
+    failures: dict[tuple[str, str], list[str]] = {pair: [] for pair in pairs}
+    for cell in run(asked, only=set(pairs)):
+        if cell.status == FAIL:
+            failures[cell.op, cell.backend].append(_failed(cell))
+    return failures
+
+
+def _failed(cell: Cell) -> str:
+    return f"{cell.law} {cell.case}: {cell.reason}"
 
 
 def default_backend(op: Op, device: torch.device) -> str:
