@@ -71,6 +71,26 @@ def numbers(x, out, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def operators(x, out, BLOCK: tl.constexpr):
+    """Every operator, on values of one shape and of several, in two orders of memory, and next to numbers
+    that are zero, tiny, huge or too wide for the tensor. The order of elements shows in sums."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at).to(tl.float32)
+    row, column, wide = value[None, :] * 1.7, value[:, None] + 0.3, at.to(tl.int64)
+    turned = tl.trans(row - column) + at[:, None].to(tl.float32)
+    total = tl.sum(turned + tl.max(value, 0), 0) + tl.sum(turned * 1.1, 1) + tl.sum(turned - row, 0)
+    total += tl.sum(tl.max(value, 0) - turned, 1) + tl.sum((column + row) * turned, 0)
+    low, high = (at < 9) & (at >= 2), (wide > 3) | (wide <= 1)
+    both = (low[:, None] & high[None, :]) | (at[:, None] == at[None, :]) & (at[:, None] != 5)
+    total += tl.sum(both.to(tl.int32), 0).to(tl.float32) * 0.1 + tl.sum((turned > row).to(tl.float32), 1)
+    total += (wide < 2**40).to(tl.float32) + (at * 3 - at - 1 + (wide - 2**33 + 2**33)).to(tl.float32)
+    total += ((value * 1e-39 > 1e-40) & (value < 1e39)).to(tl.float32) + (value >= 2).to(tl.float32)
+    total += (value * 16777217 > 16777217.0).to(tl.float32) + (value + 0.0 <= -0.0).to(tl.float32)
+    total += tl.load(x + (wide + 0)[None, :] + at[:, None] * 0).to(tl.float32).sum(0)
+    tl.store((out + at) + tl.program_id(0) * BLOCK, total)
+
+
+@triton.jit
 def there_and_back(x, wide, narrow, BLOCK: tl.constexpr):
     """bf16 as fp32, and fp32 as bf16."""
     at = tl.arange(0, BLOCK)
@@ -123,7 +143,9 @@ def results() -> list[list[float]]:
     shaped[(1,)](x, square, BLOCK=16)
     many = torch.zeros(17 * 16)
     numbers[(1,)](x, many, BLOCK=16)
-    return [out.tolist(), sums.tolist(), square.flatten().tolist(), many.tolist()]
+    all_of_them = torch.zeros(2 * 16)
+    operators[(2,)](x, all_of_them, BLOCK=16)
+    return [out.tolist(), sums.tolist(), square.flatten().tolist(), many.tolist(), all_of_them.tolist()]
 
 
 def converted(values: tuple[int, ...]) -> list[list[int]]:
@@ -211,6 +233,7 @@ def test_results_are_those_of_tritons_own(found: dict[str, Any]) -> None:
     assert found["quick"]["results"] == found["own"]["results"]
     assert len(set(found["own"]["results"][0])) > 20 and all(found["own"]["results"][1])  # they say something
     assert len(set(found["own"]["results"][2])) > 100 and len(set(found["own"]["results"][3])) > 100
+    assert len(set(found["own"]["results"][4])) > 10
 
 
 @pytest.mark.parametrize("values", ["usual", "subnormal"])

@@ -9,9 +9,13 @@ Most of the time of a small kernel there is not spent in the kernel.
   operation, and the size of every result is compared with its dtype's. Here: once for each dtype.
 - Shapes are unwrapped, checked, wrapped again and formatted for every value. Here: once for every shape; and
   values of one shape are not broadcast to it, and others are by strides.
-- Operands: those of one type are checked, cast and broadcast for nothing. Here: they are not. A number is
-  made a tensor, then one of the other operand's dtype, then of its shape. Here: once for every number and
-  type.
+- Operands: those of one dtype are checked and cast for nothing, and those of one type broadcast. Here: they
+  are not. A number is made a tensor, then one of the other operand's dtype, then of its shape. Here: once
+  for every number and type.
+- Operators: a sum of two tensors goes through a dozen functions before NumPy is called. Here: through one, if
+  both are of the same plain dtype, or one is a plain number.
+- Objects: the constructor of every value checks it, and a new dimension of one goes through NumPy's checks of
+  axes. Here: checked once for every dtype.
 - bfloat16 is split into sign, exponent and significand, and put together again. Here: shifted by 16 bits,
   which is the same unless there is a subnormal.
 - Overflow: every sum and product of integers is computed again in int64 and compared with the range, for an
@@ -31,6 +35,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from isobit.check.interpreted_operators import KEPT, quick_operator
 from isobit.frame.device import triton_is_interpreted
 
 #: What is replaced here: owner and name.
@@ -47,6 +52,10 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (TritonSemantic, "binary_op_type_checking_impl"),
     (TritonSemantic, "cast"),
     (interpreter, "_validate_np_data_size"),
+    (interpreter.TensorHandle, "__init__"),
+    (tl.block_type, "with_element_ty"),
+    (TritonSemantic, "scalar_constant"),
+    (interpreter.InterpreterBuilder, "create_expand_dims"),
 )
 
 
@@ -59,7 +68,8 @@ def quick_interpreter() -> Iterator[None]:
     ways: tuple[Callable[[Any], Any], ...] = (
         _language_patched_once, _dtypes_looked_up, _promotions_known, _block_types_known, _tensors_known,
         _plain_values_as_they_are, _shapes_fitted, _bfloat16_shifted, _overflow_when_it_is_said,
-        _operands_of_one_type_as_they_are, _one_dtype_as_it_is, _sizes_known,
+        _operands_of_one_type_as_they_are, _one_dtype_as_it_is, _sizes_known, _handles_known,
+        _element_types_known, _constants_known, _dimensions_added,
     )  # fmt: skip
     with ExitStack() as taken_back:
         for (owner, name), way in zip(REPLACED, ways, strict=True):
@@ -92,7 +102,8 @@ class _Language:
         for owner, name, plain in scope._changes:
             first.setdefault((id(owner), name), (owner, name, plain))
         self.attributes = [
-            (o, n, plain, _with_semantic(plain, getattr(o, n))) for o, n, plain in first.values()
+            (o, n, plain, quick_operator(o, n, _with_semantic(plain, getattr(o, n))))
+            for o, n, plain in first.values()
         ]
         scope.restore()
         self.there = False
@@ -190,6 +201,20 @@ def _sizes_known(own: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return fits
 
 
+def _handles_known(own: Callable[..., None]) -> Callable[..., None]:
+    known: set[tuple[str, int]] = set()
+
+    def made(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        key = (dtype.name, data.itemsize)
+        if attr is None and key in known:
+            self.data, self.dtype, self.attr = data, dtype, {}
+        else:
+            own(self, data, dtype, *(() if attr is None else (attr,)))
+            known.add(key)
+
+    return made
+
+
 # Shapes. What Triton's own function returns for a shape is cached, whatever it is.
 
 
@@ -206,10 +231,24 @@ def _block_types_known(own: Callable[..., None]) -> Callable[..., None]:
             own(self, element_ty, shape)
             known[key] = dict(vars(self))
         else:
-            vars(self).update(known[key])
+            self.__dict__ = known[key].copy()
             self.element_ty = element_ty
 
     return made
+
+
+def _element_types_known(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        key = (self.name, id(scalar_ty))  # which a type that is kept has forever
+        if key not in known:
+            if len(known) >= KEPT:
+                known.clear()
+            known[key] = own(self, scalar_ty)
+        return known[key]
+
+    return with_element_ty
 
 
 def _tensors_known(own: Callable[..., None]) -> Callable[..., None]:
@@ -221,7 +260,7 @@ def _tensors_known(own: Callable[..., None]) -> Callable[..., None]:
             own(self, handle, type)
             known[type.name] = dict(vars(self))
         else:
-            vars(self).update(attributes)
+            self.__dict__ = attributes.copy()
             self.handle, self.type, self.dtype = handle, type, type.scalar
 
     return made
@@ -259,6 +298,15 @@ def _shapes_fitted(own: Callable[..., Any]) -> Callable[..., Any]:
     return broadcast
 
 
+def _dimensions_added(own: Callable[..., Any]) -> Callable[..., Any]:
+    def expanded(self: Any, arg: Any, axis: Any) -> Any:
+        if type(axis) is not int or not 0 <= axis <= arg.data.ndim:
+            return own(self, arg, axis)
+        return interpreter.TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+    return expanded
+
+
 def _splat(scalar: Any, like: Any) -> Any:
     """A scalar in the shape of a type."""
     data, dtype = scalar.handle.data, scalar.handle.dtype
@@ -280,9 +328,6 @@ def _stretched(value: Any, like: Any) -> Any:
 
 # Operands
 
-#: Numbers that are kept as tensors. Loops have others in every step.
-KEPT = 2000
-
 
 def _operands_of_one_type_as_they_are(own: Callable[..., Any]) -> Callable[..., Any]:
     numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # the values of a number as a tensor, and its type
@@ -295,8 +340,8 @@ def _operands_of_one_type_as_they_are(own: Callable[..., Any]) -> Callable[..., 
         left, right = type(lhs), type(rhs)
         if left is right is tl.tensor:
             # Division changes dtypes, and pointers may not be allowed.
-            if lhs.type.name == rhs.type.name and not div_or_mod and not lhs.dtype.is_ptr():
-                return lhs, rhs
+            if lhs.dtype.name == rhs.dtype.name and not div_or_mod and not lhs.dtype.is_ptr():
+                return (lhs, rhs) if lhs.type.name == rhs.type.name else self.broadcast_impl_value(lhs, rhs)
             return own(self, lhs, rhs, *flags)
         if left is tl.tensor and right in (int, float):
             block, number = lhs, rhs
@@ -320,6 +365,27 @@ def _operands_of_one_type_as_they_are(own: Callable[..., Any]) -> Callable[..., 
         return both
 
     return operands
+
+
+def _constants_known(own: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        kind = type(value)
+        if (kind is not int and kind is not float) or value == 0:  # 0.0 and -0.0 are equal
+            return own(self, value, dtype)
+        key = (kind, value, dtype.name)
+        data = known.get(key)
+        if data is None:
+            made = own(self, value, dtype)
+            if len(known) >= KEPT:
+                known.clear()
+            made.handle.data.setflags(write=False)  # it is shared from now on
+            known[key] = made.handle.data
+            return made
+        return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
+
+    return constant
 
 
 # Conversions
