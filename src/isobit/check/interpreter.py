@@ -176,14 +176,28 @@ def _promotions_known(own: Callable[..., Any]) -> Callable[..., Any]:
     return promoted
 
 
+#: Conversions that are NumPy's.
+CONVERSIONS = frozenset(
+    (source, target) for source, targets in {
+        "int1": ("int32", "int64", "fp32"), "int32": ("int64", "fp32"), "int64": ("int32", "fp32"),
+    }.items() for target in targets
+)  # fmt: skip
+
+
 def _one_dtype_as_it_is(own: Callable[..., Any]) -> Callable[..., Any]:
     def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         source, target = input.type, dst_ty.scalar
         if source.scalar is target:
             return input
-        if (source.scalar.name, target.name, fp_downcast_rounding) == ("int32", "int64", None):
-            wide = interpreter.TensorHandle(input.handle.data.astype(np.int64), target)
-            return tl.tensor(wide, source.with_element_ty(target) if source.is_block() else target)
+        names = (source.scalar.name, target.name)
+        if fp_downcast_rounding is None and (names in CONVERSIONS or names == ("bf16", "fp32")):
+            values, dtype = input.handle.data, interpreter._get_np_dtype(target)
+            if names[0] == "bf16":
+                values = interpreter._convert_float(values, source.scalar, target, None).view(dtype)
+            else:
+                values = values.astype(dtype)
+            made = interpreter.TensorHandle(values, target)
+            return tl.tensor(made, source.with_element_ty(target) if source.is_block() else target)
         return own(self, input, dst_ty, fp_downcast_rounding)
 
     return cast
