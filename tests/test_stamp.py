@@ -3,6 +3,7 @@
 import ast
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,24 @@ PACKAGE = Path(isobit.__file__).parent
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("package") / "isobit"
+    return Path(shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("__pycache__")))
+
+
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A copy of the package to change."""
-    return Path(shutil.copytree(PACKAGE, tmp_path / "isobit", ignore=shutil.ignore_patterns("__pycache__")))
+def package(copied: Path) -> Iterator[Path]:
+    """A copy of the package to change. All tests have the same one: what is known of it unchanged holds for
+    the next test, too."""
+    yield copied
+    for path in sorted(copied.rglob("*"), reverse=True):  # what is in a folder comes before it
+        if not (PACKAGE / path.relative_to(copied)).exists():
+            path.rmdir() if path.is_dir() else path.unlink()
+    for path in PACKAGE.rglob("*.py"):
+        there, before = copied / path.relative_to(PACKAGE), path.read_bytes()
+        if not there.exists() or there.read_bytes() != before:
+            there.write_bytes(before)
 
 
 def append(path: Path, text: str) -> None:
