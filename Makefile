@@ -32,9 +32,9 @@ PIP := $(BIN)/python -m pip
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 INTO_VENV := $(PIP) $(INSTALL) -c constraints.txt
 INTO_PARITY := $(PIP) --python .parity/bin/python $(INSTALL)
-# One process of tests more than there are cores: with as many, a fifth of two cores was idle, since tests wait for
-# processes, browsers and timeouts. They take 1.5 GB each, so no more than four.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))' 2>/dev/null || echo 2)
+# Two processes of tests more than there are cores: tests wait for processes, browsers and timeouts, and with one
+# more than two cores a fifth of these was idle. They take 1.5 GB each, so no more than four.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 2))' 2>/dev/null || echo 2)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: check test lint demo compat parity engines bench tables stale shots docs release-check hub clean

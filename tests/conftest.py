@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the check, and what needs the kernels of the first file: at the same time, two processes would compile
     each of them twice."""
     first = ("test_replay.py", *PARITY, "test_hopper_pieces.py", "test_repo.py", "test_workers.py")
-    first += ("test_zero_drift.py", "test_site_browser.py", "test_wrong_candidates.py", "test_parallel.py")
+    first += ("test_site_browser.py", "test_parallel.py", "test_stamp.py", "test_ratio_kl_kernels.py")
+    first += ("test_zero_drift.py", "test_wrong_candidates.py", "test_drift.py", "test_cli.py")
     first += ("test_zero_drift_delta_nets.py", "test_zero_drift_experts.py", "test_zero_drift_models.py")
     last = ("test_ops.py", "test_replay_ops.py")
     place = {name: at - len(first) for at, name in enumerate(first)} | dict.fromkeys(last, 1)
