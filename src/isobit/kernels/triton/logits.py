@@ -132,7 +132,13 @@ class Schedule(NamedTuple):
         return (self.splits - 1).bit_length()
 
     def takes_whole_rows(self, N: int, device: torch.device) -> bool:
-        """Whether one program takes a whole row. Affects the schedule only."""
+        """Whether one program takes a whole row. Affects the schedule only.
+
+        Where few of many rows are live, programs that share their splits equally, of which the last one at a
+        row adds them, are faster: on an H200 `logp` took 29, 42 and 82 us instead of 32, 48 and 101 for a
+        tenth of 8192 fp16 rows of 32768, 50257 and 131072. But only the device knows which rows are live, and
+        for all of them it took 130, 215 and 495 us instead of 127, 199 and 485, for 8 rows of 131072 14
+        instead of 9.8. To fetch the next words into the L2 cache took 3 to 11 % longer (2026-11)."""
         return self.splits == 1 or ROWS_PER_SM * sm_count(device) <= N
 
 
