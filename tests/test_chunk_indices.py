@@ -3,6 +3,7 @@ bounds may be others."""
 
 import gc
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,6 +203,19 @@ def test_on_a_cpu_nothing_is_kept() -> None:
     assert (before.shape[1], after.shape[1]) == (6, 6) and not module._kept
     numbers[1] = 16
     assert len(chunk_indices(bounds, 16)) == 5
+
+
+def test_another_thread_may_drop_them_meanwhile(
+    computed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dropping(OrderedDict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self.pop(key, default)
+
+    bounds = torch.tensor([0, 33])
+    first = chunk_indices(bounds, 16)
+    monkeypatch.setattr(module, "_kept", Dropping(module._kept))
+    assert chunk_indices(bounds, 16) is first
 
 
 def test_threads(computed: list[list[int]]) -> None:

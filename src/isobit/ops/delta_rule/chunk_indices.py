@@ -10,6 +10,7 @@ them, and computes them anew.
 """
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -42,7 +43,8 @@ def chunk_indices(cu_seqlens: Tensor, chunk_size: int, anew: bool = False) -> Te
     known = _kept.get(key)
     # An id says little: that of a tensor that was freed is given to another one.
     if known is not None and known.bounds() is cu_seqlens and known.state == state:
-        _kept.move_to_end(key)
+        with suppress(KeyError):  # another thread may have dropped it since
+            _kept.move_to_end(key)
         return known.indices
     indices = computed(cu_seqlens, chunk_size)
     if not indices.is_inference():
