@@ -105,7 +105,7 @@ def a_model(more_keys: int) -> dict[str, Any]:
     with a_hopper():
         model = made("Llama", num_hidden_layers=1)
         register_attention()
-        swaps.turn_on(model, None)
+        swaps.turn_on(model, None, None)
         plans = {name: op._plans for name, op in OPS.items()}
         needed = rehearsal.rehearse(partial(warmup._generates, model, 1, 8))
         found: dict[str, Any] = {"kernels": sorted({each.kernel.__name__ for each in needed})}
@@ -255,7 +255,7 @@ def test_zero_drift_rehearses_before_it_tests_the_model(monkeypatch: pytest.Monk
 def test_a_model_is_left_as_it_was() -> None:
     """Random numbers, gradients and modes; the calls themselves run on a CPU, too."""
     model = made("Llama", num_hidden_layers=1).train()
-    swaps.turn_on(model, None)
+    swaps.turn_on(model, None, None)
     state = torch.get_rng_state()
     warmup._generates(model, 2, 5)
     warmup._trains(model, 2, 5)

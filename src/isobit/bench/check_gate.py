@@ -39,7 +39,7 @@ class CheckGate:
     #: the processes of a check take longer to start than most checks.
     needed: Set[str] = frozenset()
     #: Failures of plain calls that were checked together, by op and backend.
-    found: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    failures: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def check(self, op: str, backend: str, options: Mapping[str, Any]) -> None:
         """Raise CheckFailed unless this backend of an op passes its check with these options."""
@@ -51,7 +51,7 @@ class CheckGate:
         if proof is not None:
             self.say(f"{name} passed its check in {proof}")
         else:
-            failures = None if words else self.found.get((op, backend))
+            failures = None if words else self.failures.get((op, backend))
             if failures is None:
                 self.say(f"checking {name}, {self.device}, first")
                 from isobit.check.runner import quick_check
@@ -81,7 +81,7 @@ class CheckGate:
         if len(pairs) > 1:
             named = ", ".join(f"{op} on {backend}" for op, backend in pairs)
             self.say(f"checking {named}, {self.device}, first")
-            self.found |= quick_checks(pairs, self.device)
+            self.failures |= quick_checks(pairs, self.device)
 
     def _served(self, op: str) -> str:
         served = known_op(op).explain(**small_args(known_op(op), self.device)).backend
