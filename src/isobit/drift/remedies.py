@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from isobit.integrations.hf.attention import NAME, register_attention
 from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
+from isobit.integrations.hf.rotary import ROTATES
 from isobit.layers.linear import swap_linear
 from isobit.ops.rope import rope
 from isobit.ops.swiglu import swiglu
 
-#: The function that rotates queries and keys, in the files of transformers' models, and the fraction of
-#: elements in which isobit's must have its bits: rotations of other columns change nearly all.
-ROTATES, AGREE = "apply_rotary_pos_emb", 0.97
+#: The fraction of elements in which isobit's rotation must have the bits of the model's: rotations of other
+#: columns change nearly all.
+AGREE = 0.97
 
 #: Changes the modules of these names in a model until the end of the block; ContractError if it cannot. Gives
 #: the names of modules whose own code isobit computes then.
