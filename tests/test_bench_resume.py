@@ -1,4 +1,4 @@
-"""Runs that are interrupted, limited in time, or short: --resume, --minutes, --core."""
+"""Runs that are interrupted, limited in time, or short: --resume, --minutes, --core, --series."""
 
 import json
 from pathlib import Path
@@ -169,6 +169,23 @@ def test_the_core_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.split(" V=")[1] for case in every] == ["50257 fp16", "151936 bf16"]
     assert {row["op"] for row in report["rows"]} == {"logp", "logp_tenth"}
     assert report["command"] == "isobit bench --op logp --device cpu --core --direction fwd --impl isobit"
+
+
+def test_a_named_series_alone_is_timed(tmp_path: Path) -> None:
+    """With --resume one after the other, and the file keeps both."""
+    known = [one.name for one in series_of(LOGP)]
+    run_of: dict[str, Any] = {
+        "device": "cpu", "repetitions": 2, "skip_check": True, "say": lambda t: None, "core": True,
+        "impls": ["isobit"], "directions": ["fwd"], "out_dir": tmp_path, "resume": True,
+    }  # fmt: skip
+    for name, timed in (("logp_tenth", {"logp_tenth"}), ("logp", {"logp", "logp_tenth"})):
+        report = run("logp", series=[name], **run_of)
+        assert {row["op"] for row in report["rows"]} == timed
+        assert f" --core --series {name} --direction fwd" in report["command"]
+    with pytest.raises(ContractError, match=f"unknown series 'logp_half'; known: {', '.join(known)}"):
+        run("logp", series=["logp_half"], **run_of)
+    with pytest.raises(ContractError, match="--series det_gemm_cold would not be timed: leave it out"):
+        run("det_gemm", directions=["dw"], series=["det_gemm_cold"], device="cpu")
 
 
 def test_an_interrupted_run_keeps_the_cases_it_has_timed(

@@ -16,6 +16,7 @@ experts      Qwen3-MoE, Mixtral, OLMoE; Qwen3-MoE with graphs, compiled, and wit
 qwen2_moe    a shared expert; with graphs, compiled, and without isobit: a control
 gpt_oss      sinks, a window in every other layer, YaRN, biases of experts; in the same ways
 steps        three optimizer steps, whose weights are copied, copied to new addresses, and reloaded
+roundings    those of vLLM on both sides, eager, with graphs, compiled; on one side: a control
 log_softmax  log-probabilities of rounded logits, enable(logprobs="log_softmax")
 compiled     vLLM's default: compiled pieces, and graphs of them
 plain        vLLM without isobit, after all of these: a control that must differ
@@ -252,6 +253,28 @@ def steps():
         CASES.same(name, rows, wanted, control=name.startswith("control"))
 
 
+def roundings():
+    """The roundings of vLLM's own kernels on both sides; on one side alone: a control."""
+    isobit.integrations.vllm.disable()
+    graphs = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": GRAPHS}}
+    runs = [
+        ("Qwen3", "eager", {}),
+        ("Qwen3", "graphs", graphs),
+        ("Qwen3", "compiled", {"enforce_eager": False}),
+    ]
+    for family, how, settings in (*runs, ("Llama", "eager", {})):
+        given, folder, name = prompts()[:24], saved(family, 2), f"roundings of vLLM, {family}, {how}"
+        with CASES.attempt(name), isobit.integrations.vllm.enable(rounding="vllm"):
+            rows, model = vr.rollout(engine(folder, **settings), given, 0.7, NEW), vr.model_of(folder, DEVICE)
+            with isobit.integrations.hf.zero_drift(model, rounding="vllm"):
+                CASES.same(name, rows, trained(model, given, rows, token_logps, 0.7))
+            with isobit.integrations.hf.zero_drift(model):
+                wanted = trained(model, given, rows, token_logps, 0.7)
+                CASES.same(f"control: {name}, and others in the trainer", rows, wanted, control=True)
+        vr.free()
+    isobit.integrations.vllm.enable()
+
+
 def log_softmax():
     given, folder = prompts()[:24], saved("Llama", 2, rope_parameters=LLAMA_3_1)
     isobit.integrations.vllm.disable()
@@ -306,6 +329,7 @@ STAGES = {
     "qwen2_moe": lambda: experts("Qwen2Moe"),
     "gpt_oss": lambda: experts("GptOss"),
     "steps": steps,
+    "roundings": roundings,
     "log_softmax": log_softmax,
     "compiled": compiled,
     "plain": plain,

@@ -49,6 +49,7 @@ def run(
     resume: bool = False,
     minutes: float | None = None,
     file: Path | None = None,
+    series: Sequence[str] | None = None,
 ) -> Report:
     """Check an op (by name) or a suite, time it, and write `<out_dir>/<gpu>/<op folder or suite>.json` if
     `out_dir` is given, and `file`; after every case, so that an interrupted run keeps its results.
@@ -56,10 +57,10 @@ def run(
     `cases` defaults to the declared ones (on a CPU: small versions of them), `directions` to all, `impls` to
     isobit, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_reports`
     are reports of `isobit check` that replace new checks. `options` are applied to every case, including
-    `layout`. With `core`, only the declared core cases. With `resume`, cases that are already in the file are
-    not timed again. It stops between two cases after `minutes`, or if the longest case so far would not fit
-    into the remaining time; the first, which also loads compilers, does not count. Raises CheckFailed for an
-    op that fails its check.
+    `layout`. With `core`, only the declared core cases; with `series`, only these, by name. With `resume`,
+    cases that are already in the file are not timed again. It stops between two cases after `minutes`, or if
+    the longest case so far would not fit into the remaining time; the first, which also loads compilers, does
+    not count. Raises CheckFailed for an op that fails its check.
     """
     begin = time.monotonic()
     subject = subject_of(known_op(of)) if isinstance(of, str) else of
@@ -67,13 +68,13 @@ def run(
     device = default_device() if device is None else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    jobs = planned(subject, cases, directions, device, backend, impls, options, core)
+    jobs = planned(subject, cases, directions, device, backend, impls, options, core, series)
     if device.type == "cpu":
         say(CPU_WARNING)
     path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
     if path is not None:
         check_writable(path, "--results")
-    command = _command(subject, device, cases, directions, backend, impls, options or {}, core)
+    command = _command(subject, device, cases, directions, backend, impls, options or {}, core, series)
     source = stamp(device, ops=subject.folders) | {"checked": not skip_check}
     known = begun(path, source) if resume and path is not None else None
     if known is None:
@@ -101,7 +102,7 @@ def run(
         ordered = in_order(rows, [(one.name, case_name(case)) for one, case, _ in jobs])
         head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
         head |= _figure(all_series) | {"notes": notes + unfinished}
-        return head | _summary(subject, ordered, every=not cases) | {"rows": ordered}
+        return head | _summary(subject, ordered, every=not (cases or series)) | {"rows": ordered}
 
     asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
     todo = [job for job in asked if job[2]]
@@ -111,23 +112,23 @@ def run(
     needed = {name for one, _, _ in todo for name in one.needs}
     gate = CheckGate(device, check_reports, skip_check, say, needed=needed)
     pool, longest, stopped = Pool(device), 0.0, False
-    for i, (series, case, wanted) in enumerate(todo):
+    for i, (one, case, wanted) in enumerate(todo):
         start = time.monotonic()
         if minutes is not None and start + longest - begin >= 60 * minutes:
             stopped = True
             break
-        say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}, after {start - begin:.0f} s")
+        say(f"[{i + 1}/{len(todo)}] {one.name} {case_name(case)}, after {start - begin:.0f} s")
         implementations = Implementations(
-            series, pool, backend, impls, repetitions, copy_rate, product_rate, gate, say, note
+            one, pool, backend, impls, repetitions, copy_rate, product_rate, gate, say, note
         )
         try:
             with settled_heap():  # for each case: a compiler that the first one has loaded settles too
                 rows += implementations.rows(case, wanted)
         except NotHere as why:
-            note(f"{series.name}: {why}")
+            note(f"{one.name}: {why}")
         except torch.OutOfMemoryError:
             pool.keep(None)
-            note(f"{series.name}: {case_name(case)} does not fit into memory")
+            note(f"{one.name}: {case_name(case)} does not fit into memory")
         tidy(device)
         for each in files if rows else ():
             write(each, to_json(so_far(len(todo) - 1 - i)))
@@ -177,11 +178,14 @@ def planned(
     impls: Sequence[str] | None,
     options: Mapping[str, Any] | None,
     core: bool,
+    names: Sequence[str] | None = None,
 ) -> list[Job]:
-    """What a run would time. Unknown names, and named things that would not be timed, are errors."""
-    _all_known(subject, directions or (), backend, impls or ())
+    """What a run would time; of these series, if they are named. Unknown names, and named things that would
+    not be timed, are errors."""
+    _all_known(subject, directions or (), backend, impls or (), names or ())
     _all_there(subject)
-    jobs = _jobs(subject.name, subject.series, cases, directions, device, options or {}, core)
+    known = [series for series in subject.series if not names or series.name in names]
+    jobs = _jobs(subject.name, known, cases, directions, device, options or {}, core)
 
     def left_out(what: str) -> ContractError:
         return ContractError(f"bench {subject.name}: {what} would not be timed: leave it out")
@@ -189,6 +193,9 @@ def planned(
     for case in (varied(case, options or {}) for case in cases or ()):
         if not any(case == other for _, other, _ in jobs):
             raise left_out(f"--case {case_name(case)}")
+    for name in names or ():
+        if not any(name == series.name for series, _, _ in jobs):
+            raise left_out(f"--series {name}")
     for direction in directions or ():
         if not any(direction in wanted for _, _, wanted in jobs):
             raise left_out(f"--direction {direction}")
@@ -247,9 +254,11 @@ def _command(
     impls: Sequence[str] | None,
     options: Mapping[str, Any],
     core: bool,
+    names: Sequence[str] | None,
 ) -> str:
     """The command that repeats a run, without its output flags."""
     parts = [_start(subject, device), *(["--core"] if core else [])]
+    parts += [f"--series {name}" for name in names or ()]
     for case in cases or ():
         sizes = ",".join(f"{name}={size}" for name, size in case.dims.items())
         parts.append(f"--case {sizes},dtype={dtype_name(case.dtype)}")
@@ -296,10 +305,15 @@ def _all_there(subject: Subject) -> None:
 
 
 def _all_known(
-    subject: Subject, directions: Sequence[str], backend: str | None, impls: Sequence[str]
+    subject: Subject,
+    directions: Sequence[str],
+    backend: str | None,
+    impls: Sequence[str],
+    names: Sequence[str],
 ) -> None:
     """Unknown names are errors, before anything runs."""
     series, backends = subject.series, [backend] if backend else []
+    _known(subject.name, "series", names, list(dict.fromkeys(one.name for one in series)))
     _known(subject.name, "backend", backends, subject.backends)
     _known(
         subject.name, "direction", directions, list(dict.fromkeys(d for s in series for d in s.directions))

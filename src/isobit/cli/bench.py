@@ -39,6 +39,7 @@ class Bench:
     impls: tuple[str, ...]
     options: Mapping[str, Any]
     core: bool
+    series: tuple[str, ...]
     device: torch.device
     skip_check: bool
     check_reports: tuple[Path, ...]
@@ -78,7 +79,7 @@ class Bench:
         """What would be timed for a subject; an error for requested things that would not be."""
         return planned(
             subject, self.cases(subject), self.directions or None, self.device, self.backend,
-            self.impls or None, self.options, self.core,
+            self.impls or None, self.options, self.core, self.series or None,
         )  # fmt: skip
 
     def _check_flags(self) -> None:
@@ -96,6 +97,8 @@ class Bench:
         for names in by_folder([OPS[name] for name in self.ops]).values():
             if len(names) > 1:
                 raise ContractError(f"--op {names[1]}: is timed together with {names[0]}: name one of them")
+        if self.series and len(self.ops) + len(self.suites) > 1:
+            raise ContractError("--series is for one --op or --suite: name one")
         for i, name in enumerate(self.suites):
             if name in self.suites[:i]:
                 raise ContractError(f"suite {name!r} is given twice")
@@ -133,7 +136,8 @@ class Bench:
                 report = timed(
                     subject, self.cases(subject), self.directions or None, self.device, self.backend,
                     self.results, self.skip_check, self.impls or None, check_reports=self.check_reports,
-                    options=self.options, core=self.core, resume=self.resume,
+                    options=self.options, core=self.core, series=self.series or None,
+                    resume=self.resume,
                     minutes=None if end is None else (end - time.monotonic()) / 60, file=self.json,
                 )  # fmt: skip
             except NothingTimed as error:

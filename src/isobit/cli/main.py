@@ -288,6 +288,9 @@ def bench(
         ),
     ] = None,
     option: Varied = None,
+    series: Annotated[
+        Names, typer.Option(help="only this series of one op or suite; repeatable", rich_help_panel=INPUTS)
+    ] = None,
     core: Annotated[
         bool,
         typer.Option(
@@ -347,6 +350,7 @@ def bench(
         impls=tuple(impl or ()),
         options=parse_options(option or []),
         core=core,
+        series=tuple(series or ()),
         device=device_of(device),
         skip_check=skip_check,
         check_reports=tuple(check_report or ()),
