@@ -337,6 +337,13 @@ STAGES = {
 }
 
 
+def forget_groups():
+    """vLLM makes its groups of processes with the first engine, and one for experts only if that has some."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
 def report(options, versions, left_out):
     """Print what was found, and write it if that is wanted; returns the exit status."""
     text = {
@@ -377,6 +384,8 @@ def main():
             STAGES[waiting[0]]()
         waiting.pop(0)
         vr.free()
+        with CASES.attempt("vLLM's groups of processes end"):
+            forget_groups()
     watch.cancel()
     return report(options, versions, waiting)
 

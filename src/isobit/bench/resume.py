@@ -57,7 +57,8 @@ def untimed(rows: Iterable[Row], kind: str, case: str, directions: Sequence[str]
     return [direction for direction in directions if direction not in known]
 
 
-def in_order(rows: Sequence[Row], cases: Sequence[tuple[str, str]]) -> list[Row]:
-    """Rows in the order of these cases, whenever they were timed; rows of other cases come first."""
+def in_order(rows: Sequence[Row], series: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[Row]:
+    """Rows in the order of these series and cases, whenever they were timed; other cases first."""
+    first = {name: i for i, name in enumerate(series)}
     place = {case: i for i, case in enumerate(cases)}
-    return sorted(rows, key=lambda row: place.get((row["op"], row["case"]), -1))
+    return sorted(rows, key=lambda row: (first.get(row["op"], -1), place.get((row["op"], row["case"]), -1)))

@@ -74,7 +74,6 @@ def run(
     path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
     if path is not None:
         check_writable(path, "--results")
-    command = _command(subject, device, cases, directions, backend, impls, options or {}, core, series)
     source = stamp(device, ops=subject.folders) | {"checked": not skip_check}
     known = begun(path, source) if resume and path is not None else None
     if known is None:
@@ -99,10 +98,14 @@ def run(
 
     def so_far(left: int) -> Report:
         unfinished = [f"{UNFINISHED}{left} of {len(jobs)} cases are not timed"] if left else []
-        ordered = in_order(rows, [(one.name, case_name(case)) for one, case, _ in jobs])
+        names = [one.name for one in all_series]
+        ordered = in_order(rows, names, [(one.name, case_name(case)) for one, case, _ in jobs])
+        others = {row["op"] for row in rows} - set(series or ())  # kept by --resume
+        alone = None if others else series
+        command = _command(subject, device, cases, directions, backend, impls, options or {}, core, alone)
         head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
         head |= _figure(all_series) | {"notes": notes + unfinished}
-        return head | _summary(subject, ordered, every=not (cases or series)) | {"rows": ordered}
+        return head | _summary(subject, ordered, every=not (cases or alone)) | {"rows": ordered}
 
     asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
     todo = [job for job in asked if job[2]]
