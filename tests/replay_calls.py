@@ -206,6 +206,9 @@ CALLS = {
     "linear backward, triton": _linear_bwd().on("triton"),
     "gemm": Call("det_gemm", "hopper", {"a": shape(3, 40, 64), "b": shape(3, 64, 48)}),
     "gemm, one product": Call("det_gemm", "hopper", {"a": shape(40, 64), "b": shape(64, 48)}),
+    "gemm backward, one product": Call("det_gemm_bwd", "hopper", {
+        "dc": shape(40, 48), "a": shape(40, 64), "b": shape(64, 48), "want_a": True, "want_b": True,
+    }),
     "gemm backward": Call("det_gemm_bwd", "hopper", {
         "dc": shape(3, 40, 48), "a": shape(3, 40, 64), "b": shape(3, 64, 48), "want_a": True, "want_b": True,
     }),

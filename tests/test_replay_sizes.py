@@ -125,6 +125,7 @@ def instead_of(size: int, count: int, call: Call) -> Call:
     [("head, everything", 5, (6, 64)), ("head, shards", 5, (6, 2)), ("head backward, shards", 5, (6, 2)),
      ("logp, shards", 5, (6, 64)), ("linear backward, triton", 33, (34, 40)),
      ("linear backward, tree, triton", 33, (34, 48)), ("experts backward, triton", 66, (70, 80)),
+     ("gemm, one product", 40, (41, 33, 64)), ("gemm backward, one product", 40, (41, 33)),
      ("gemm, triton", 3, (4, 16)), ("gemm backward, triton", 3, (4, 16)), ("gemm, triton-tree8", 3, (4,)),
      ("gemm backward, triton-tree8", 3, (4,)), ("chunk backward", 300, (301, 384)),
      ("chunk backward, the last", 300, (301,)), ("chunk backward, in slabs", 300, (301,)),
@@ -159,6 +160,33 @@ def test_a_layer_of_experts_has_plans_for_any_number_of_tokens(name: str) -> Non
 )
 def test_products_of_experts_have_plans_for_any_number_of_rows(name: str) -> None:
     assert run(new_rows, name, (71, 80)) == [{}] * 2
+
+
+def test_calls_of_a_product_are_one_family_for_any_rows() -> None:
+    """But for one row, and tensors that disagree. Of several products the number may vary, as ever."""
+    gemm, bwd = OPS["det_gemm"], OPS["det_gemm_bwd"]
+
+    def split(op: Any, **tensors: Tensor) -> Any:
+        key = cache_key_of(
+            op.bind({"want_a": True, "want_b": True} | tensors if op is bwd else tensors), False
+        )
+        assert key is not None
+        return varying_in(op.name).split(key)
+
+    def made(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=BF16)
+
+    b, columns = made(64, 48), made(48, 64).T
+    first = split(gemm, a=made(40, 64), b=b)
+    assert split(gemm, a=made(41, 64), b=b) == (first[0], (41,)) and first[1] == (40,)
+    assert split(gemm, a=made(41, 128)[:, :64], b=b)[0] != first[0]  # with another stride
+    assert split(gemm, a=made(40, 64), b=columns)[0] != first[0]
+    assert split(gemm, a=made(40, 64), b=made(64, 56))[0] != first[0]
+    assert split(gemm, a=made(1, 64), b=b) is None
+    assert split(bwd, dc=made(40, 48), a=made(40, 64), b=b)[1] == (40,)
+    assert split(bwd, dc=made(40, 48), a=made(41, 64), b=b) is None
+    several = [split(gemm, a=made(n, 40, 64), b=made(n, 64, 48)) for n in (3, 4)]
+    assert several[0][0] == several[1][0] and [sizes for _, sizes in several] == [(3,), (4,)]
 
 
 def other_rows_than_tokens() -> tuple[list[bool], list[dict[str, Any]]]:

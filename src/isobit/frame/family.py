@@ -1,10 +1,10 @@
 """Families: calls that differ in some sizes only, and what they share.
 
 What varies is the number of rows, or, where an op says so, one dimension that grows, the keys of a cache, or
-the first dimensions of its arguments, tokens and the rows of their experts. The contract, its rules and the
-choice of a backend are the same for all calls of a family. And so are its plans, as far as they are functions
-of these sizes (`isobit.frame.traced`): the first call runs the launcher, the second one is recorded and
-traced, and a call with new sizes then has a plan at once.
+the first dimensions of its arguments, tokens and the rows of their experts, or the rows of matrices. The
+contract, its rules and the choice of a backend are the same for all calls of a family. And so are its plans,
+as far as they are functions of these sizes (`isobit.frame.traced`): the first call runs the launcher, the
+second one is recorded and traced, and a call with new sizes then has a plan at once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -150,6 +150,32 @@ def leading(contract: Contract, *dimensions: str) -> Varying:
         if first is None:
             return t.shape, t.stride()
         return (sizes[named.index(first)], *t.shape[1:]), t.stride()
+
+    return Varying(split, shape)
+
+
+def matrices(contract: Contract) -> Varying:
+    """M, the rows of the matrices that the contract writes as `* M K`, if there is one of each; if there are
+    several, how many there are."""
+    several = rows(contract)
+    dims = {i: p.spec.dims for i, p in enumerate(contract.params) if p.spec is not None}
+
+    def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
+        grad, types, scalars, *tensors = key
+        given = dict(zip(form_of(types).tensors, tensors, strict=True))
+        if any(len(given[i][0]) != 2 for i in dims if i in given):
+            return several.split(key)
+        counts = {given[i][0][0] for i in dims if i in given and dims[i][-2] == "M"}
+        if len(counts) != 1 or min(counts) < 2:  # an error, or a row, whose stride may be anything
+            return None
+        family = ((shape[1:] if dims[i][-2] == "M" else shape, *rest) for i, (shape, *rest) in given.items())
+        return (grad, types, scalars, *family), tuple(counts)
+
+    def shape(name: str, t: Tensor, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        if t.ndim != 2:
+            return several.shape(name, t, sizes)
+        of_rows = dims[contract.names.index(name)][-2] == "M"
+        return (sizes[0], t.shape[1]) if of_rows else t.shape, t.stride()
 
     return Varying(split, shape)
 
