@@ -53,6 +53,23 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: Path) -> None:
     assert "3 of 3 cases are already in the file" in said
 
 
+def test_an_implementation_that_a_file_lacks_is_timed_when_it_is_named(tmp_path: Path) -> None:
+    """Beside the others that are named, whose rows are replaced: their times are of one run."""
+    before = bench(tmp_path, impls=["isobit"])["rows"]
+    said: list[str] = []
+    report = bench(tmp_path, *TEXTS[2:], impls=["isobit", "copy"], resume=True, say=said.append)
+    assert not [text for text in said if "already in the file" in text]
+    assert [(row["case"], row["impl"]) for row in report["rows"]] == [
+        (NAMES[0], "isobit"), (NAMES[1], "isobit"), (NAMES[2], "isobit"), (NAMES[2], "copy")
+    ]  # fmt: skip
+    assert report["rows"][:2] == before[:2]
+    report = bench(tmp_path, impls=["isobit", "copy"], resume=True, say=said.append)
+    assert report["command"].endswith(" --direction fwd --impl isobit --impl copy")
+    assert said.count("1 of 3 cases are already in the file") == 1
+    report = bench(tmp_path, impls=["copy"], resume=True, say=said.append)
+    assert "--impl" not in report["command"]  # nor does the file hold one implementation alone
+
+
 def test_without_resume_everything_is_timed_again(tmp_path: Path) -> None:
     cut_off_after(tmp_path, 2)
     assert cases(bench(tmp_path, "N=9,V=33")) == ["N=9 V=33 bf16"]

@@ -51,10 +51,21 @@ def lost(path: Path, cases: Iterable[tuple[str, str]]) -> str | None:
     )
 
 
-def untimed(rows: Iterable[Row], kind: str, case: str, directions: Sequence[str]) -> list[str]:
-    """The directions of a case without rows."""
-    known = {row["direction"] for row in rows if (row["op"], row["case"]) == (kind, case)}
-    return [direction for direction in directions if direction not in known]
+def untimed(
+    rows: Iterable[Row], kind: str, case: str, directions: Sequence[str], impls: Sequence[str] | None = None
+) -> list[str]:
+    """The directions of a case that lack rows: all of them, or those of an implementation that is named."""
+    mine = [row for row in rows if (row["op"], row["case"]) == (kind, case)]
+    known = {one: {row["impl"] for row in mine if row["direction"] == one} for one in directions}
+    return [one for one, names in known.items() if not names or not names.issuperset(impls or ())]
+
+
+def with_new(rows: Iterable[Row], new: Sequence[Row]) -> list[Row]:
+    """Rows of a file and new ones, which replace those of the same case and implementation: an implementation
+    that is named later is timed beside the others of its direction again."""
+    key = ("op", "case", "direction", "impl")
+    replaced = {tuple(row[name] for name in key) for row in new}
+    return [row for row in rows if tuple(row[name] for name in key) not in replaced] + list(new)
 
 
 def in_order(rows: Sequence[Row], series: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[Row]:

@@ -19,7 +19,7 @@ from isobit.bench.goals import summary
 from isobit.bench.implementations import Implementations, implementation_names
 from isobit.bench.precompile import precompile
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
-from isobit.bench.resume import UNFINISHED, begun, in_order, lost, untimed
+from isobit.bench.resume import UNFINISHED, begun, in_order, lost, untimed, with_new
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.check.files import check_writable, write
 from isobit.check.stamp import results_folder, stamp
@@ -58,9 +58,9 @@ def run(
     isobit, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_reports`
     are reports of `isobit check` that replace new checks. `options` are applied to every case, including
     `layout`. With `core`, only the declared core cases; with `series`, only these, by name. With `resume`,
-    cases that are already in the file are not timed again. It stops between two cases after `minutes`, or if
-    the longest case so far would not fit into the remaining time; the first, which also loads compilers, does
-    not count. Raises CheckFailed for an op that fails its check.
+    cases that are already in the file are not timed again, unless `impls` names one that they lack. It stops
+    between two cases after `minutes`, or if the longest case so far would not fit into the remaining time;
+    the first, which also loads compilers, does not count. Raises CheckFailed for an op that fails its check.
     """
     begin = time.monotonic()
     subject = subject_of(known_op(of)) if isinstance(of, str) else of
@@ -102,12 +102,15 @@ def run(
         ordered = in_order(rows, names, [(one.name, case_name(case)) for one, case, _ in jobs])
         others = {row["op"] for row in rows} - set(series or ())  # kept by --resume
         alone = None if others else series
-        command = _command(subject, device, cases, directions, backend, impls, options or {}, core, alone)
+        named = impls if {row["impl"] for row in rows}.issubset(impls or ()) else None
+        command = _command(subject, device, cases, directions, backend, named, options or {}, core, alone)
         head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
         head |= _figure(all_series) | {"notes": notes + unfinished}
         return head | _summary(subject, ordered, every=not (cases or alone)) | {"rows": ordered}
 
-    asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
+    asked = [
+        (one, case, untimed(rows, one.name, case_name(case), wanted, impls)) for one, case, wanted in jobs
+    ]
     todo = [job for job in asked if job[2]]
     if len(todo) < len(jobs):
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
@@ -126,7 +129,7 @@ def run(
         )
         try:
             with settled_heap():  # for each case: a compiler that the first one has loaded settles too
-                rows += implementations.rows(case, wanted)
+                rows = with_new(rows, implementations.rows(case, wanted))
         except NotHere as why:
             note(f"{one.name}: {why}")
         except torch.OutOfMemoryError:
