@@ -12,7 +12,7 @@ import torch
 
 from commands import Isobit, report
 from isobit.bench.check_gate import proven
-from isobit.check.files import check_writable
+from isobit.check.files import WIDTH, check_writable, in_lines
 from isobit.check.runner import LAWS, OK, UNSUPPORTED
 from isobit.cli import check as checking
 from isobit.frame.contract import ContractError
@@ -164,6 +164,16 @@ def test_checking_whether_a_file_can_be_written_leaves_no_file(tmp_path: Path) -
 
 
 # Reports
+
+
+def test_a_report_has_a_record_in_a_line() -> None:
+    """A line that is longer holds a text that is longer."""
+    cells = [{"law": "accuracy", "at": [0, k], "worst": 1e-6 * k, "of": {}} for k in range(300)]
+    value = {"schema": 2, "passed": True, "none": None, "nothing": [], "text": 'a"b' * WIDTH, "cells": cells}
+    text = in_lines(value)
+    assert json.loads(text) == value
+    assert text.count("\n") == len(value) + len(cells) + 2
+    assert [len(line) > WIDTH for line in text.splitlines()].count(True) == 1
 
 
 def test_json_on_standard_output_is_the_only_output(isobit: Isobit) -> None:

@@ -1,8 +1,13 @@
 """Writing results: finds out before the work, not after it, that a file cannot be written."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from isobit.frame.contract import ContractError
+
+#: Characters that one line of a report may have.
+WIDTH = 700
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -44,3 +49,19 @@ def write(path: Path, text: str) -> None:
         raise ContractError(
             f"{path} could not be written ({error.strerror}); the results are above"
         ) from None
+
+
+def in_lines(value: Any, indent: str = "") -> str:
+    """A report as JSON, with a record in a line where it fits: a diff shows what changed, and a file of
+    thousands of cells has neither a number in each line nor one line for everything."""
+    line = json.dumps(value)
+    if len(indent) + len(line) <= WIDTH or not isinstance(value, dict | list):
+        return line
+    deeper = indent + " "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {in_lines(each, deeper)}" for key, each in value.items()]
+        begin, end = "{}"
+    else:
+        parts = [in_lines(each, deeper) for each in value]
+        begin, end = "[]"
+    return begin + ",".join(f"\n{deeper}{part}" for part in parts) + f"\n{indent}{end}"

@@ -1,7 +1,6 @@
 """`isobit check --fn`: any function of rows, and its report."""
 
 import atexit
-import json
 import textwrap
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from isobit.check.any_function.function import RowFunction
 from isobit.check.any_function.runner import Named, RowRequest, rows_report, run_rows
 from isobit.check.candidate_by_name import object_named
 from isobit.check.cell import Cell
-from isobit.check.files import write
+from isobit.check.files import in_lines, write
 from isobit.check.runner import Interrupted, NothingRan, Stuck
 from isobit.check.stamp import gpu_name
 from isobit.check.torch_state import preserved
@@ -100,9 +99,9 @@ def check_rows_and_report(request: RowRequest, files: Files) -> int:
     say(f"\n{result['ok']} ok, {result['fail']} failed, {result['unsupported']} unsupported in "
         f"{time.perf_counter() - start:.0f} s: {report.verdict(result)}")  # fmt: skip
     if files.to_stdout:
-        print(json.dumps(result, indent=1), file=files.stdout)
+        print(in_lines(result), file=files.stdout)
     elif files.json is not None:
-        write(files.json, json.dumps(result, indent=1) + "\n")
+        write(files.json, in_lines(result) + "\n")
     if files.html is not None:
         write(files.html, page([result], "isobit check"))
     if nothing is not None:

@@ -1,7 +1,6 @@
 """A check and its report: on the screen, as JSON, as result files and as a page."""
 
 import atexit
-import json
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 
 import isobit
 from isobit.check import report
-from isobit.check.files import check_file, check_writable, write
+from isobit.check.files import check_file, check_writable, in_lines, write
 from isobit.check.request import Request, ops_of
 from isobit.check.runner import (
     UNSUPPORTED,
@@ -124,9 +123,9 @@ def check_and_report(request: Request, files: Files) -> int:
         f"{time.perf_counter() - start:.0f} s: {report.verdict(result)}")  # fmt: skip
     # Last: what cannot be written after all is at least on the screen.
     if files.to_stdout:
-        print(json.dumps(result, indent=1), file=files.stdout)
+        print(in_lines(result), file=files.stdout)
     elif files.json is not None:
-        write(files.json, json.dumps(result, indent=1) + "\n")
+        write(files.json, in_lines(result) + "\n")
     if results is not None and interrupted is None:
         results.write_all(cells, seen, result.get("nothing_ran"))
     elif results is not None:
@@ -202,7 +201,7 @@ class _Results:
         path = _check_file(self.folder, name, self.request.device)
         command = replace(self.request, ops=tuple(self.ops[name])).command()
         result = report.to_json(cells, self.request.device, None, facts, command, why)
-        write(path, json.dumps(result, indent=1) + "\n")
+        write(path, in_lines(result) + "\n")
         return path
 
 

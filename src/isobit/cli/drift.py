@@ -1,6 +1,5 @@
 """`isobit drift`: measure, show, and write the report."""
 
-import json
 import shlex
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 import isobit
-from isobit.check.files import write
+from isobit.check.files import in_lines, write
 from isobit.check.stamp import gpu_name, stamp
 from isobit.cli.check import Files
 from isobit.cli.html import page
@@ -96,12 +95,12 @@ class Drift:
             "seconds": seconds,
         }
         if self.files.to_stdout:
-            print(json.dumps(made, indent=1), file=self.files.stdout)
+            print(in_lines(made), file=self.files.stdout)
         else:
             print(f"isobit {isobit.__version__} drift on {self.device} ({gpu_name(self.device)})\n\n{report}")
             print(f"\n{verdict(made)} ({seconds:.0f} s)")
         if self.files.json is not None and not self.files.to_stdout:
-            write(self.files.json, json.dumps(made, indent=1) + "\n")
+            write(self.files.json, in_lines(made) + "\n")
         if self.files.html is not None:
             write(self.files.html, page([made], "isobit drift"))
 

@@ -2,7 +2,6 @@
 
 import faulthandler
 import io
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import isobit
 from isobit.bench.suites import suite_names
 from isobit.check.candidate_by_name import load_candidate
 from isobit.check.effects import check_effects
-from isobit.check.files import check_file, check_writable, write
+from isobit.check.files import check_file, check_writable, in_lines, write
 from isobit.check.laws import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.request import Request
@@ -257,7 +256,7 @@ def memcheck(
         report = under_sanitizer([pair for name in names for pair in pairs[name]], timeout, print)
         passed = passed and report["passed"]
         if folder in files:
-            write(files[folder], json.dumps(report, indent=1) + "\n")
+            write(files[folder], in_lines(report) + "\n")
             print(f"wrote {files[folder]}")
     raise typer.Exit(int(not passed))
 
