@@ -95,6 +95,36 @@ def test_markdown_shows_the_floor_where_operations_and_not_bytes_decide_it(tmp_p
         assert "| % of copy speed |" in shown and "| 1 | 10 % |" in shown
 
 
+def test_many_lengths_are_shown_in_short(tmp_path: Path) -> None:
+    many, few = "+".join(str(n) for n in range(100, 120)), "5+0+66"
+    write_results(tmp_path, *(a_row("isobit", 1.0) | {"case": f"N=8 lengths={each}"} for each in (many, few)))
+    shown = tables.render_op(tmp_path / "logp.json")
+    assert "| N=8 lengths=100+101+...+119 (20 of them) |" in shown and "| N=8 lengths=5+0+66 |" in shown
+
+
+def test_goals_with_baselines_of_their_own_name_them(tmp_path: Path) -> None:
+    """A share of the speed of a copy is none of the rival's that the rest is compared with."""
+
+    def goal(what: str, against: str) -> dict[str, Any]:
+        limits = dict.fromkeys(("goal_geomean", "goal_least", "goal_most", "least_at"))
+        return limits | {"what": what, "against": against, "figure": "ms", "cells": 1, "geomean": 0.9,
+                         "least": 0.9, "met": True}  # fmt: skip
+
+    def shown(*goals: dict[str, Any]) -> str:
+        write_results(tmp_path, *ROWS)
+        path = tmp_path / "logp.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"against": "native", "summary": goals}))
+        return tables.render_op(path)
+
+    alone = shown(goal("all", "native"))
+    assert (
+        alone.startswith("| speed as a share of native | cells |") and "\n| all | 1 | 0.90 | 0.90 |" in alone
+    )
+    both = shown(goal("all", "native"), goal("bandwidth", "copy"))
+    assert both.startswith("| goal | share of the speed of | cells |")
+    assert "\n| all | native | 1 | 0.90 | 0.90 |\n| bandwidth | copy | 1 | 0.90 | 0.90 |" in both
+
+
 def test_results_of_other_kernels_are_marked(tmp_path: Path) -> None:
     write_results(tmp_path, *ROWS, kernels={"logp": "of other kernels"})
     assert "2026-01-02. The kernels have changed since</sub>" in tables.render_op(tmp_path / "logp.json")

@@ -133,9 +133,18 @@ def _missing(name: str) -> str:
 
 def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
     """Rows of cells, the first of them the head, with the first `left` columns left-aligned."""
-    head, *rest = lines
+    head, *rest = ([_in_short(cell) for cell in line] for line in lines)
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rest))
+
+
+#: Lengths of many sequences, joined by +.
+_MANY = re.compile(r"(\d+\+\d+)(?:\+\d+){5,}\+(\d+)")
+
+
+def _in_short(text: str) -> str:
+    """The first two of many lengths, their number and the last: a browser breaks no line between them."""
+    return _MANY.sub(lambda many: f"{many[1]}+...+{many[2]} ({many[0].count('+') + 1} of them)", text)
 
 
 # One line per case
@@ -258,7 +267,7 @@ def _grids(report: Report, series: Sequence[str]) -> str:
                 said = [options] * (len(mine) > 1) + same_in_all(some)
                 named = " and of a copy of as many bytes" * (copied is not None)
                 what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}{named}"])
-                parts += [what, *_tables(grids(some, copied))]
+                parts += [_in_short(what), *_tables(grids(some, copied))]
             if by_bytes and copied is None:
                 parts += [f"`{op}`, TB/s of isobit", *_tables(grids(next(iter(mine.values())), rate_of(own)))]
             parts += [*_usual_host(report, op), *_errors_and_difference(report, op)]
@@ -352,9 +361,11 @@ def _megabytes(taken: float | None) -> str:
 
 
 def _goals(report: Report) -> list[str]:
-    """A table of fractions of the speed of the baseline, or without one of what each goal names, and one of
-    multiples of anything else. Goals that were not measured say so, with the reason if a note has it."""
-    against = report.get("against")
+    """A table of fractions of a speed, that of the baseline or, where goals name several, of what each names;
+    and one of multiples of anything else. Goals that were not measured say so, with the reason if a note has
+    it."""
+    fractions = {e["against"] for e in report.get("summary", ()) if e.get("goal_most") is None}
+    against = report.get("against") if fractions <= {report.get("against")} else None
 
     def share(value: float, goal: float | None) -> str:
         digits = 2 if value >= 0.5 else 3

@@ -62,7 +62,7 @@ def untimed(
 
 def with_new(rows: Iterable[Row], new: Sequence[Row]) -> list[Row]:
     """Rows of a file and new ones, which replace those of the same case and implementation: an implementation
-    that is named later is timed beside the others of its direction again."""
+    that is named later is timed again next to the others of its direction."""
     key = ("op", "case", "direction", "impl")
     replaced = {tuple(row[name] for name in key) for row in new}
     return [row for row in rows if tuple(row[name] for name in key) not in replaced] + list(new)
