@@ -6,9 +6,8 @@ multiply-adds in whole numbers. A program that writes the golden vectors:
 Powers of two are those of fp64, rounded: numpy's in fp32 differ from one CPU to another.
 """
 
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,15 +31,14 @@ def rounded(x: Array, dtype: torch.dtype) -> Array:
 
 def fma(x: Any, y: Any, z: Any) -> Any:
     """x y + z with one rounding, to 24 binary digits and to even: these numbers are normal."""
-    exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
-    if exact == 0:
-        return F32(0.0)
-    size = abs(exact)
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    if size < Fraction(2) ** exponent:
-        exponent -= 1
-    unit = Fraction(2) ** (exponent - 23)
-    return F32(float(round(exact / unit) * unit))
+    (a, p), (b, q), (c, r) = (float(number).as_integer_ratio() for number in (x, y, z))
+    exact, scale = a * b * r + c * p * q, p * q * r  # the denominators are powers of two
+    digits = exact.bit_length() - 24
+    if digits > 0:
+        kept, lost = divmod(exact, 1 << digits)
+        half = 1 << (digits - 1)
+        exact = (kept + (lost > half or (lost == half and kept % 2 == 1))) << digits
+    return F32(exact / scale)
 
 
 def chain(left: Array, right: Array, acc: Array) -> Array:
@@ -53,67 +51,86 @@ def chain(left: Array, right: Array, acc: Array) -> Array:
     return acc
 
 
-def norm(x: Array, dtype: torch.dtype) -> Array:
-    """Step 0, for one row."""
-    squares = np.concatenate((x * x, np.zeros(64 - len(x), F32)))
-    while len(squares) > 1:
-        squares = squares[: len(squares) // 2] + squares[len(squares) // 2 :]
-    r = F32(1.0) / np.sqrt(squares[0] + F32(1e-6))
-    return rounded(x * r, dtype)
+def halved(x: Array) -> Any:
+    """The sum of x, filled up with zeros to a power of two: the second half is added to the first."""
+    x = np.concatenate((x, np.zeros((1 << (len(x) - 1).bit_length()) - len(x), F32)))
+    while len(x) > 1:
+        x = x[: len(x) // 2] + x[len(x) // 2 :]
+    return x[0]
+
+
+def root(x: Array) -> Any:
+    """r of step 0, for one row."""
+    return F32(1.0) / np.sqrt(halved(x * x) + F32(1e-6))
+
+
+class Chunk(NamedTuple):
+    """What steps 1 to 7 make of the rows of a chunk; T, kk, d and P are [rows, 64]."""
+
+    o: Array
+    end: Array
+    T: Array
+    g2: Array
+    kk: Array
+    d: Array
+    P: Array
+    w: Array
+    h: Array
+    new: Array
 
 
 def of_chunk(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, dtype: torch.dtype
-) -> tuple[Array, Array, Array]:
-    """(o, the state after it, T), steps 1 to 7 for the rows of a chunk, [rows, ...]."""
-    rows, none = len(v), F32(0.0)
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, scale: float, dtype: torch.dtype
+) -> Chunk:
+    """Steps 1 to 7."""
+    rows = len(v)
     G = [F32(-0.0)]
     for gate in g:
         G.append(G[-1] + gate)
-    g2 = [total * F32(1.44269504) for total in G[1:]]
-    inverse: list[Array] = []
-    h, o, new = rounded(S, dtype), [], np.zeros((64, V), F32)
-    u_of, w_of = np.zeros((64, V), F32), np.zeros((64, K), F32)  # what T multiplies
+    g2 = np.array([total * F32(1.44269504) for total in G[1:]])
+    h, o = rounded(S, dtype), []
+    kk, d, inverse, P = (np.zeros((rows, 64), F32) for _ in range(4))
+    w, new = np.zeros((rows, len(S)), F32), np.zeros((64, v.shape[1]), F32)
+    u_of, w_of = np.zeros_like(new), np.zeros((64, len(S)), F32)  # what T multiplies
     for i in range(rows):
-        kk = chain(k[i], k[: i + 1].T, np.zeros(i + 1, F32))
-        d = exp2(np.array([g2[i] - g2[j] for j in range(i + 1)]))
-        row = np.zeros(64, F32)
+        kk[i, : i + 1] = chain(k[i], k[: i + 1].T, np.zeros(i + 1, F32))
+        d[i, : i + 1] = exp2(g2[i] - g2[: i + 1])
+        row = inverse[i]
         row[i] = 1.0
         for j in range(i):
-            a = kk[j] * (beta[i] * d[j])
+            a = kk[i, j] * (beta[i] * d[i, j])
             for c in range(j + 1):
-                row[c] = fma(-a, inverse[j][c], row[c])
-        inverse.append(row)
+                row[c] = fma(-a, inverse[j, c], row[c])
         u_of[i] = rounded(beta[i] * v[i], dtype)
         w_of[i] = rounded(k[i] * (beta[i] * exp2(g2[i])), dtype)
         narrow = rounded(row, dtype)
-        u = rounded(chain(narrow, u_of, np.zeros(V, F32)), dtype)
-        w = rounded(chain(narrow, w_of, np.zeros(K, F32)), dtype)
-        new[i] = rounded(u - chain(w, h, np.zeros(V, F32)), dtype)
+        u = rounded(chain(narrow, u_of, np.zeros_like(new[i])), dtype)
+        w[i] = rounded(chain(narrow, w_of, np.zeros_like(w[i])), dtype)
+        new[i] = rounded(u - chain(w[i], h, np.zeros_like(new[i])), dtype)
         qk = chain(q[i], k[: i + 1].T, np.zeros(i + 1, F32))
-        P = np.zeros(64, F32)
-        P[: i + 1] = rounded(qk * d, dtype)
-        begun = chain(q[i], h, np.zeros(V, F32)) * exp2(g2[i])
-        o.append(rounded(chain(P, new, begun) * F32(SCALE), dtype))
-    values = [rounded(new[i] * exp2(g2[-1] - g2[i]), dtype) for i in range(rows)]
-    filled = np.array(values + [np.full(V, none)] * (64 - rows))
+        P[i, : i + 1] = rounded(qk * d[i, : i + 1], dtype)
+        begun = chain(q[i], h, np.zeros_like(new[i])) * exp2(g2[i])
+        o.append(rounded(chain(P[i], new, begun) * F32(scale), dtype))
+    filled = np.zeros_like(new)
+    for i in range(rows):
+        filled[i] = rounded(new[i] * exp2(g2[-1] - g2[i]), dtype)
     end = np.empty_like(S)
-    for feature in range(K):
+    for feature in range(len(S)):
         column = np.concatenate((k[:, feature], np.zeros(64 - rows, F32)))
         end[feature] = chain(column, filled, S[feature] * exp2(g2[-1]))
-    return np.array(o), end, np.array(inverse)
+    return Chunk(np.array(o), end, inverse, g2, kk, d, P, w, h, new[:rows])
 
 
 def by_hand(args: dict[str, Array], dtype: torch.dtype) -> tuple[Array, Array, Array]:
     """(o, the last state, T of the first chunk in fp32) of one sequence and head."""
-    q, k = (np.array([norm(row, dtype) for row in args[name]]) for name in ("q", "k"))
-    S, o, systems = args["initial_state"], [], []
+    q, k = (np.array([rounded(x * root(x), dtype) for x in args[name]]) for name in ("q", "k"))
+    S, chunks = args["initial_state"], []
     for first in range(0, T, 64):
         here = slice(first, first + 64)
-        part, S, solved = of_chunk(q[here], k[here], *(args[n][here] for n in ("v", "g", "beta")), S, dtype)
-        o.append(part)
-        systems.append(solved)
-    return np.concatenate(o), S, systems[0]
+        v, g, beta = (args[name][here] for name in ("v", "g", "beta"))
+        chunks.append(of_chunk(q[here], k[here], v, g, beta, S, SCALE, dtype))
+        S = chunks[-1].end
+    return np.concatenate([c.o for c in chunks]), S, chunks[0].T
 
 
 def drawn(dtype: torch.dtype) -> dict[str, Array]:
