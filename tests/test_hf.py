@@ -3,7 +3,9 @@
 import doctest
 import functools
 import runpy
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,14 @@ import transformers
 from torch import Tensor, nn
 
 from isobit import ContractError
-from isobit.integrations.hf import HFError, logps, token_logps
+from isobit.integrations.hf import (
+    HFError,
+    logps,
+    register_attention,
+    register_experts,
+    token_logps,
+    zero_drift,
+)
 from isobit.nn import DetLinear, swap_linear
 
 V = 53
@@ -313,3 +322,32 @@ def test_the_example_gives_the_numbers_of_the_logits(capsys: pytest.CaptureFixtu
     path = Path(__file__).parent.parent / "examples" / "hf_linear_logp.py"
     runpy.run_path(str(path), run_name="__main__")
     assert "largest difference: logp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("zero_drift", lambda: zero_drift(nn.Linear(2, 2))),
+        ("token_logps", lambda: token_logps(nn.Linear(2, 2), torch.zeros(1, 2, dtype=torch.int64))),
+        ("register_attention", register_attention),
+        ("register_experts", register_experts),
+    ],
+)
+def test_without_transformers_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: Callable[[], object]
+) -> None:
+    for module in [each for each in sys.modules if each.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ModuleNotFoundError) as error:
+        call()
+    assert error.value.name == "transformers"
+    missing = "transformers is not installed: pip install transformers"
+    assert str(error.value) == f"isobit.integrations.hf.{name}: {missing}"
+
+
+def test_a_transformers_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    version = transformers.__version__
+    with pytest.raises(HFError, match=f"transformers {version} has no transformers.integrations.moe; 5.10"):
+        register_experts()

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isobit.integrations.hf.errors import HFError
+from isobit.integrations.hf.errors import HFError, needed
 from isobit.ops.attention.model import SEGMENT
 from isobit.ops.attention.op import HEAD_SIZES, attention
 from isobit.ops.attention_sink import attention_sink
@@ -396,7 +396,7 @@ def register_attention() -> None:
         >>> model(torch.tensor([[7, 3, 11, 2]])).logits.shape
         torch.Size([1, 4, 50])
     """
-    masks = import_module("transformers.masking_utils")
+    masks = needed("transformers.masking_utils", "register_attention")
     if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
         version = import_module("transformers").__version__
         raise refusal(f"transformers {version} creates masks in another way; 5.10 and 5.22 are tested")

@@ -5,13 +5,12 @@ of `det_linear`, experts and weights are those of `route`: of equal scores the l
 `torch.topk` does not say, and sums have one order.
 """
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isobit.integrations.hf.errors import HFError
+from isobit.integrations.hf.errors import HFError, needed
 from isobit.layers.experts import DetExperts, experts_forward, gated_by
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.route import choose_experts
@@ -119,7 +118,8 @@ def register_experts() -> str:
         >>> isobit.integrations.hf.register_experts()
         'isobit'
     """
-    import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+    moe = needed("transformers.integrations.moe", "register_experts")
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
     return NAME
 
 

@@ -10,7 +10,6 @@ logits is verified, not assumed: see `Head`.
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any, Literal, overload
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from isobit.frame.contract import ContractError, describe
 from isobit.frame.rehearsed import is_rehearsed
 from isobit.integrations.hf.adapters import adds_tokens, base_of
-from isobit.integrations.hf.errors import HFError
+from isobit.integrations.hf.errors import HFError, needed
 from isobit.layers.fsdp import class_of, in_forward
 from isobit.layers.linear import DetLinear
 from isobit.numerics import Numerics
@@ -122,7 +121,7 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
 
 
 def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[str, Any]) -> None:
-    if not isinstance(model, import_module("transformers").PreTrainedModel):
+    if not isinstance(model, needed("transformers", "token_logps").PreTrainedModel):
         if adds_tokens(model):
             raise _refusal(model, "its adapter puts tokens or keys in front of a prompt, which would be lost")
         hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""

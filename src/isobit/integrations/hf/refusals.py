@@ -1,13 +1,12 @@
 """Which models and modules `zero_drift` cannot serve, and why. Nothing here changes a model or runs it."""
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from isobit.integrations.hf import adapters, delta_nets, experts
-from isobit.integrations.hf.errors import HFError
+from isobit.integrations.hf.errors import HFError, needed
 from isobit.ops.attention.op import HEAD_SIZES
 
 #: Kinds of layers that read keys and values.
@@ -31,7 +30,7 @@ def of_model(model: Any) -> str | None:
         return f"it is compiled; pass the model that was given to torch.compile, model._orig_mod: {_EAGER}"
     if adapters.adds_tokens(model):
         return "its adapter puts tokens or keys in front of a prompt; of PEFT only LoRA is served"
-    if not isinstance(model, import_module("transformers").PreTrainedModel):
+    if not isinstance(model, needed("transformers", "zero_drift").PreTrainedModel):
         hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
         return f"it is not a transformers.PreTrainedModel{hint}"
     config = model.config
