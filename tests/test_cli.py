@@ -99,10 +99,26 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
     assert {"gpu", "driver", "triton", "python", "commit", "source_sha", "date"} <= set(lines)
     assert lines["hf"].startswith("transformers ") and {"trl", "verl", "fla"} <= set(lines)
     for name, op in public_ops().items():
-        assert lines[f"{name}:"] == runner.default_backend(op, torch.device("cpu"))
-        for backend in op.backends:
-            assert f"\n    {backend.name}" in done.out
-    assert "serves this call" in done.out and "select it by name" in done.out
+        backend = runner.default_backend(op, torch.device("cpu"))
+        assert (
+            lines[f"{name}:"].split(" (")[0] == backend
+            and f"kernels {kernel_sha(op.folder)}" in lines[f"{name}:"]
+        )
+    assert done.out.splitlines()[-1] == "why not another backend: isobit info --op NAME"
+
+
+def test_info_of_an_op_says_why_each_backend_would_not_serve(isobit: Isobit) -> None:
+    done = isobit("info", "--device", "cpu", "--op", "det_linear", "--op", "logp")
+    ops = done.out.split("\n\n")[1]
+    assert done.code == 0 and [x.split(":")[0] for x in ops.splitlines() if x[0] != " "] == [
+        "det_linear",
+        "logp",
+    ]
+    for name in ("det_linear", "logp"):
+        for backend in public_ops()[name].backends:
+            assert f"\n    {backend.name} " in ops
+    assert "serves this call" in ops and "select it by name" in ops and "  fp64 logp: reference" in ops
+    assert isobit("info", "--op", "nope").err.startswith("isobit: unknown op 'nope'; known: attention")
 
 
 def test_info_says_whether_torch_and_triton_were_tested_together(isobit: Isobit) -> None:
@@ -136,8 +152,8 @@ def test_a_device_that_is_not_here_is_one_sentence_that_says_what_is(isobit: Iso
 
 def test_info_and_explanations_stay_readable(isobit: Isobit) -> None:
     done = isobit("info", "--device", "cpu")
-    assert "{" not in done.out and max(map(len, done.out.splitlines())) <= 130
-    assert f"kernels     {kernel_sha('logp')} of logp" in done.out
+    assert "{" not in done.out and max(map(len, done.out.splitlines())) <= 118
+    assert len(done.out.splitlines()) < 25 + len(public_ops())  # a screen
     text = str(explain("logp", torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)))
     assert text.splitlines()[0] == "logp: reference (numerics none)" and "{" not in text
 

@@ -467,11 +467,15 @@ def demo(
 
 @app.command()
 def info(
+    op: Annotated[
+        Names, typer.Option(help="of this op, why the other backends would not serve; repeatable")
+    ] = None,
     device: Device = "auto",
     try_them: Annotated[
         bool, typer.Option("--try", help="enable and disable isobit in TRL, verl, FLA and vLLM: seconds")
     ] = False,
 ) -> None:
-    """Versions, device, where isobit is on, and for every op what would serve and why others would not."""
-    for line in info_lines(device_of(device), try_them):
+    """Versions, device, where isobit is on, and for every op what would serve. With --op, why others would
+    not."""
+    for line in info_lines(device_of(device), try_them, known("op", op or [], PUBLIC)):
         print(line)
