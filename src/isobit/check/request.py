@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -244,5 +245,12 @@ def check_case(ops: Sequence[Op], request: Request, laws: Sequence[str]) -> None
     pairs = candidates(ops, request)
     known = {c.name for pair in pairs for law in laws for c in cases_of(*pair, law, free)}
     if pairs and request.case not in known:
-        names = ", ".join(op.name for op in ops)
-        raise ContractError(f"{names}: unknown case {request.case!r}; known: {'; '.join(sorted(known))}")
+        unknown = f"{', '.join(op.name for op in ops)}: unknown case {request.case!r}"
+        others = [law for law in LAWS if law not in laws]
+        having = [
+            x for x in others if any(c.name == request.case for p in pairs for c in cases_of(*p, x, free))
+        ]
+        if having:
+            raise ContractError(f"{unknown} of {', '.join(laws)}: it is one of {', '.join(having)}")
+        closest = "; ".join(get_close_matches(request.case, known, n=3, cutoff=0))
+        raise ContractError(f"{unknown}; known: {'; '.join(sorted(known))}. Closest: {closest}")
