@@ -87,6 +87,13 @@ def test_an_unknown_op_lists_the_known_ones() -> None:
         assert str(error.value) == f"unknown op {name!r}; known: {public}"
 
 
+def test_a_function_is_not_the_name_of_an_op() -> None:
+    function: Any = isobit.logp
+    with pytest.raises(ContractError) as error:
+        isobit.explain(function)
+    assert str(error.value) == "explain(op): must be the name of an op, such as 'logp', not function"
+
+
 # Explaining
 
 

@@ -45,6 +45,10 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
         >>> print(isobit.explain("logp", torch.zeros(2, 8), torch.tensor([0, 1])).backend)
         reference
     """
+    if not isinstance(op, str):
+        raise ContractError(
+            f"explain(op): must be the name of an op, such as 'logp', not {type(op).__name__}"
+        )
     named = known_op(op)
     assert named.function is not None
     try:
