@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 from threading import Thread, Timer
 from typing import Any
 
@@ -313,6 +314,43 @@ def test_on_a_gpu_workers_take_every_case(monkeypatch: pytest.MonkeyPatch) -> No
     assert needs[True, 70] == 70
 
 
+def test_on_a_gpu_the_longest_cases_of_an_op_begin_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its next op after all of them: the file of the first is written before the second is done."""
+    monkeypatch.setattr(runner, "_cannot_serve", lambda op, backend, device: None)
+    gpu, laws = Request(device=torch.device("cuda")), ("accuracy", "invariant", "compile")
+    names = ("logp", "ratio_kl")
+    jobs = [
+        job for name in names for backend in ("triton", "reference")
+        for job in _shared(OPS[name], backend, replace(gpu, laws=laws))
+    ]  # fmt: skip
+    order = workers._longest_first(jobs)
+    assert sorted(job.command() for job in order) == sorted(job.command() for job in jobs)
+    assert [op for (op,), _ in groupby(order, lambda job: job.ops)] == list(names)
+    for name in names:
+        mine = [job for job in order if job.ops == (name,)]
+        assert [law for (law,), _ in groupby(mine, lambda job: job.laws)] == [
+            "compile",
+            "invariant",
+            "accuracy",
+        ]
+        for _, group in groupby(mine, lambda job: job.laws):
+            needs = [workers._gigabytes(job) for job in group]
+            assert needs == sorted(needs, reverse=True)
+    on_a_cpu = [replace(job, device=torch.device("cpu")) for job in jobs]
+    assert workers._longest_first(on_a_cpu) == on_a_cpu
+
+
+def test_no_worker_on_a_gpu_starts_a_compiler_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's would. Unless the user has said how many."""
+    given: list[Any] = []
+    monkeypatch.setattr(workers.process, "started", lambda module, env, apart: given.append(env))
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    workers._started(False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    workers._started(False)
+    assert [env["TORCHINDUCTOR_COMPILE_THREADS"] for env in given] == ["1", "3"]
+
+
 def test_cases_run_at_the_same_time_where_they_fit() -> None:
     queue = WorkQueue(["a", "whole", "b", "c"], {"a": 6, "whole": 99, "b": 5, "c": 4}.__getitem__, 10)
     assert queue.take() == ("a", 6) and queue.take() == ("c", 4)
@@ -347,12 +385,15 @@ def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started:
     assert seen(together) == seen(alone)
 
 
-@pytest.mark.parametrize(("device", "cores", "jobs", "count"), [
-    ("cpu", 64, 9, 2), ("cpu", 64, 1, 1), ("cuda", 64, 99, 12), ("cuda", 8, 99, 6), ("cuda", 1, 9, 1),
-    ("cuda", 64, 3, 3), ("cpu", 2, 0, 0),
+@pytest.mark.parametrize(("device", "cores", "jobs", "gigabytes", "count"), [
+    ("cpu", 64, 9, 0, 2), ("cpu", 64, 1, 0, 1), ("cuda", 64, 99, 105, 16), ("cuda", 8, 99, 105, 8),
+    ("cuda", 1, 9, 105, 1), ("cuda", 64, 3, 105, 3), ("cpu", 2, 0, 0, 0),
+    ("cuda", 64, 99, 18, 12), ("cuda", 64, 99, 1, 1),
 ])  # fmt: skip
 def test_how_many_processes(
-    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, jobs: int, count: int
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, jobs: int, gigabytes: int, count: int
 ) -> None:
+    """`gigabytes` are those that cases may take, three quarters of a GPU's memory."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(workers, "_memory", lambda device: gigabytes)
     assert workers.how_many([asked(device=torch.device(device))] * jobs) == count

@@ -66,7 +66,7 @@ def precompile(
     calls = first_calls(subject, jobs, backend, impls, device, memory)
     if len(calls) > 1:
         begin = time.monotonic()
-        processes = min(most_on_a_gpu(), len(calls))
+        processes = min(most_on_a_gpu(device), len(calls))
         say(f"compiling in {processes} processes: {len(calls)} first calls")
         make(calls, processes, memory, say)
         say(f"compiled in {time.monotonic() - begin:.0f} s")

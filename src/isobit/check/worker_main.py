@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from isobit.check import process
+from isobit.check.compiled_once import compile_each_kernel_once
 from isobit.check.gpu_memory import Full
 from isobit.check.request import Request
 from isobit.check.runner import Stuck, run
@@ -26,4 +27,5 @@ def answer(request: Request, say: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
+    compile_each_kernel_once()
     process.serve(answer)

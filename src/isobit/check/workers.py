@@ -2,10 +2,12 @@
 
 On a CPU most of them run Triton's interpreter. They must be separate processes, because Triton decides when
 it decorates a kernel whether it is compiled or interpreted. On a GPU there are more of them, because
-compiling kernels takes most of the time, and they run as many cases at a time as fit in its memory. Starting
-one takes as long as many laws, so all requests share them. If a worker dies, only its current request fails;
-another one is started for the next. So it is if calls never end: their worker ends with code STUCK; and if
-the GPU has no memory for a worker, which ends with code FULL.
+compiling kernels takes most of the time, and they run as many cases at a time as fit in its memory. There the
+longest cases of an op begin first, so that none is waited for alone, and a kernel that several need at the
+same time is compiled by one (`isobit.check.compiled_once`). Starting a process takes as long as many laws, so
+all requests share them. If a worker dies, only its current request fails; another one is started for the
+next. So it is if calls never end: their worker ends with code STUCK; and if the GPU has no memory for a
+worker, which ends with code FULL.
 """
 
 import json
@@ -22,13 +24,16 @@ import torch
 from isobit.check import process
 from isobit.check.cell import FAIL, Cell
 from isobit.check.gpu_memory import in_words
+from isobit.check.laws import LAWS
 from isobit.check.request import Request, cases_of
 from isobit.check.work_queue import WorkQueue
 from isobit.frame.op import known_op
 
-#: Number of workers on a CPU, in addition to this process; and the maximum on a GPU, where each takes half a
-#: gigabyte before it starts.
-WORKERS, ON_A_GPU = 2, 12
+#: Number of workers on a CPU, in addition to this process; and the maximum on a GPU.
+WORKERS, ON_A_GPU = 2, 16
+
+#: Workers for a gigabyte of the GPU's memory that no case takes: each takes half of one before it starts.
+FOR_A_GB = 2
 
 #: Gigabytes of GPU memory that a case may take: a heavy one that declares no number, and a small one.
 HEAVY_GB, SMALL_GB = 6, 1
@@ -72,22 +77,23 @@ class Cells:
 
 def how_many(requests: list[Request]) -> int:
     """How many processes are worth starting for these requests."""
-    on_a_gpu = any(request.device.type == "cuda" for request in requests)
-    return min(most_on_a_gpu() if on_a_gpu else WORKERS, len(requests))
+    on_a_gpu = [request.device for request in requests if request.device.type == "cuda"]
+    return min(most_on_a_gpu(on_a_gpu[0]) if on_a_gpu else WORKERS, len(requests))
 
 
-def most_on_a_gpu() -> int:
-    """Processes that this machine's cores and one GPU bear."""
-    return max(1, min(ON_A_GPU, (os.cpu_count() or 1) - 2))
+def most_on_a_gpu(device: torch.device) -> int:
+    """Processes that this machine's cores and the GPU bear. Each keeps a core busy, with compiling; the one
+    that started them only waits."""
+    left = _memory(device) // 3  # cases take three quarters
+    return max(1, min(ON_A_GPU, os.cpu_count() or 1, FOR_A_GB * left))
 
 
 def start(requests: list[Request]) -> Cells:
     """Start working on the requests, each for one op, backend and law."""
     workers = [_Worker() for _ in range(how_many(requests))]
     cells = Cells(workers)
-    queue = WorkQueue(
-        requests, _gigabytes, max(map(_memory, {request.device for request in requests}), default=0)
-    )
+    room = max(map(_memory, {request.device for request in requests}), default=0)
+    queue = WorkQueue(_longest_first(requests), _gigabytes, room)
 
     def work(worker: _Worker) -> None:
         try:
@@ -115,6 +121,20 @@ def start(requests: list[Request]) -> Cells:
 
     Thread(target=work_all, daemon=True).start()
     return cells
+
+
+def _longest_first(requests: list[Request]) -> list[Request]:
+    """On a GPU, the order in which the cases of an op begin. Ops keep theirs: their files are written one by
+    one, as they are done."""
+    ops = list(dict.fromkeys(request.ops for request in requests))
+
+    def place(request: Request) -> tuple[int, int, int]:
+        if request.device.type != "cuda":
+            return 0, 0, 0
+        (law,) = request.laws
+        return ops.index(request.ops), -LAWS[law].takes, -_gigabytes(request)
+
+    return sorted(requests, key=place)
 
 
 def _memory(device: torch.device) -> int:
@@ -203,4 +223,7 @@ def _started(interpreted: bool) -> "subprocess.Popen[str]":
     # matrices are small: threads for them would only take a core from the other worker.
     env = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1",
            "PYTHONWARNINGS": "ignore::RuntimeWarning"}  # fmt: skip
-    return process.started("isobit.check.worker_main", env if interpreted else None, apart=True)
+    # PyTorch's compiler would start processes of its own in each of the others, one per core. To start 16 of
+    # them takes five seconds of CPU time.
+    compiling = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
+    return process.started("isobit.check.worker_main", env if interpreted else compiling, apart=True)

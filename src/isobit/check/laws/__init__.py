@@ -13,7 +13,8 @@ from isobit.spec.trial import Trial
 class Law:
     """One promise. `once`: it is about calls rather than numbers, so one case from the command line is
     enough. `reads` names the flags of the command line that can affect it, except those that every law reads.
-    `bounds` are the directions of the tolerances that it uses."""
+    `bounds` are the directions of the tolerances that it uses. `takes`: how long its longest cases take on a
+    GPU, next to those of other laws. They compile a kernel for each kind of call that they make."""
 
     name: str
     run: Callable[[Trial], list[OutputCheck]]
@@ -21,6 +22,7 @@ class Law:
     once: bool = False
     reads: frozenset[str] = frozenset()
     bounds: tuple[str, ...] = ()
+    takes: int = 1
 
 
 def small_case(proof: Proof) -> Case:
@@ -55,19 +57,20 @@ LAWS: dict[str, Law] = {
         Law("accuracy", accuracy.accuracy, lambda proof: proof.cases, reads=_INPUTS | _BOUNDS,
             bounds=("forward",)),
         Law("gradient", accuracy.gradient, _gradient_cases, reads=_BACKWARD | _BOUNDS,
-            bounds=("forward", "gradient")),
+            bounds=("forward", "gradient"), takes=3),
         Law("repeatable", bits.repeatable, lambda proof: proof.cases[::3], reads=_BACKWARD),
         Law("written", bits.written, lambda proof: proof.cases[::3], reads=_BACKWARD),
-        Law("invariant", bits.invariant, lambda proof: proof.bit_cases, reads=_BACKWARD),
+        Law("invariant", bits.invariant, lambda proof: proof.bit_cases, reads=_BACKWARD, takes=4),
         Law("agree", bits.agree, lambda proof: proof.agree_cases or proof.bit_cases[:1],
-            reads=_BACKWARD),
+            reads=_BACKWARD, takes=10),
         Law("parallel", parallel.parallel, lambda proof: proof.shard_cases or [small_case(proof)],
             reads=_BACKWARD),
         Law("contract", system.contract, lambda proof: [small_case(proof)], once=True, reads=_BACKWARD),
         Law("traceable", system.traceable, lambda proof: [small_case(proof)], once=True,
-            reads=_BACKWARD),
+            reads=_BACKWARD, takes=2),
         Law("memory", system.memory, lambda proof: proof.memory_cases, reads=_SIZES | {"--data cotangents"}),
-        Law("compile", compilation.compiles, _compile_cases, once=True, reads=frozenset({"--law compile"})),
+        Law("compile", compilation.compiles, _compile_cases, once=True, reads=frozenset({"--law compile"}),
+            takes=5),
     )
 }  # fmt: skip
 
