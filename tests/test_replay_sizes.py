@@ -233,7 +233,7 @@ def encoded_by(own_code: bool) -> tuple[list[dict[str, Any]], bool]:
         return fill and (lambda *args: (called.append(args), fill(*args))[1])
 
     with mock.patch.object(entry, "_filling", filling), mock.patch.dict(descriptors._descriptors, clear=True):
-        entry.Maps._forms.clear()
+        entry._kept.forms.clear()
         return new_rows("linear, few tokens", (34, 40)), bool(called)
 
 
