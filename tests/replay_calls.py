@@ -144,6 +144,10 @@ def _attention(B: int, T: int, S: int, D: int = 128, backend: str = "hopper", **
     return Call("attention", backend, {**given, **more})
 
 
+def _pages(sequences: int) -> dict[str, Any]:
+    return {"block_table": shape(sequences, 40, dtype=INT32), "key_end": shape(sequences, dtype=INT32)}
+
+
 def _experts(backend: str, **more: Any) -> Call:
     given = {"x": shape(70, 64), "weight": shape(5, 96, 64), "offsets": shape(6, dtype=INT64)}
     return Call("det_grouped_linear", backend, {**given, **more})
@@ -310,7 +314,19 @@ CALLS = {
     "attention, decoding by triton": _attention(
         2, 1, 3000, backend="triton", key_end=shape(2, dtype=INT32)
     ),
+    "attention, packed": _attention(1, 300, 300, 64, cu_seqlens_q=shape(4, dtype=INT32)),
+    "attention, packed by triton": _attention(
+        1, 70, 200, 64, "triton", cu_seqlens_q=shape(4, dtype=INT32), cu_seqlens_k=shape(4, dtype=INT64)
+    ),
+    "attention, pages": _attention(2, 1, 64, k=shape(90, 64, 2, 128), v=shape(90, 64, 2, 128), **_pages(2)),
+    "attention, packed, in pages": _attention(
+        1, 9, 64, 64, "triton", cu_seqlens_q=shape(3, dtype=INT32), **_pages(2)
+    ),
     "attention backward": _attention_bwd(2, 70, 200, dlse=shape(2, 4, 70, dtype=F32)),
+    "attention backward, wide": _attention_bwd(2, 70, 200, 256, "hopper"),
+    "attention backward, packed": _attention_bwd(
+        1, 70, 70, 64, "hopper", cu_seqlens_q=shape(4, dtype=INT32)
+    ),
     "attention backward, hopper": _attention_bwd(2, 70, 200, 64, "hopper", key_end=shape(2, dtype=INT32)),
     **{
         f"attention, softcap on {each}": _attention(2, 70, 200, 64, each, softcap=30.0)

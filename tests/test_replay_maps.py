@@ -20,7 +20,7 @@ class Descriptor:
         self.base, self.shape, self.strides = torch.empty(0), [rows, 64], [64, 1]
         self.block_shape, self.layout = [64, 64], LAYOUT
         self.maps: list[Maps] = []
-        self.maps.append(Maps(self, None))
+        self.maps.append(Maps.of(self, None))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(entry, "_encode", lambda: encode)
     monkeypatch.setattr(entry, "_filling", lambda descriptor, meta: None)
-    monkeypatch.setattr(Maps, "_made", 0)
+    monkeypatch.setattr(entry, "_kept", entry._Kept())
     return found
 
 
@@ -85,5 +85,5 @@ def test_forms_that_are_gone_are_dropped(encoded: list[tuple[int, int]]) -> None
     first = Maps.of(Descriptor(1), None)
     for rows in range(2, 5000):
         first.resized([rows, 64], [64, 1])
-    assert len(Maps._forms) < 4000
+    assert len(entry._kept.forms) < 4000
     assert Maps.of(Descriptor(1), None) is first

@@ -59,6 +59,12 @@ def test_sizes_that_are_decided_for_alike_share_a_function() -> None:
     assert function(288, 64) is None and function(2001, 64) is None  # a multiple of 16; more tiles than 7
 
 
+def test_a_number_of_bits_is_a_number_and_a_condition() -> None:
+    function = traced(lambda n, m: (m, 1 << (n - 1).bit_length()), 70, 3)
+    assert function(70, 3) == (3, 128) and function(128, 5) == (5, 128) and function(65, 5) == (5, 128)
+    assert function(64, 3) is None and function(129, 3) is None
+
+
 @lru_cache
 def cached(n: int) -> int:
     return 2 * n

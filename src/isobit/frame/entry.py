@@ -13,7 +13,7 @@ import copy
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -46,80 +46,102 @@ def stream_function() -> Callable[[int | None], int]:
     return current
 
 
+class _Kept:
+    """The tensor maps of all forms. An object with attributes: to set one of a class makes whatever is looked
+    up in that class slow for once, which takes as long as to encode a map."""
+
+    __slots__ = ("forms", "made", "swept")
+
+    def __init__(self) -> None:
+        #: All forms in use. Plain references: a `WeakValueDictionary` takes longer than to encode a map.
+        self.forms: dict[Any, ref[Maps]] = {}
+        self.swept = 0  # forms that were in use when the others were dropped
+        self.made = 0  # maps since all were cleared
+
+
+_kept = _Kept()
+
+
+class _Boxes:
+    """What forms share that differ in sizes and strides only."""
+
+    __slots__ = ("_kind", "_meta", "_rest", "fill", "key")
+
+    def __init__(self, descriptor: Any, meta: Any, key: Any) -> None:
+        self._kind, self._meta, self.key = type(descriptor), meta, key
+        # Without references to the tensor and to the list that holds this: they would be kept alive.
+        self._rest = {**descriptor.__dict__, "base": None, "maps": None}
+        self.fill: Any = None  # a `Fill`, if other sizes have been asked for; False if there is none
+
+    def find_fill(self, shape: list[int], strides: list[int]) -> None:
+        """A shorter way to maps of other sizes than these."""
+        self.fill = _filling(self._descriptor(shape, strides), self._meta) or False
+
+    def encoded(self, address: int, shape: list[int], strides: list[int]) -> Any:
+        """By Triton's own code, from a descriptor whose tensor is replaced by an address."""
+        made = self._descriptor(shape, strides)
+        made.__dict__["base"] = _At(address)
+        return _encode()(made, self._meta)
+
+    def _descriptor(self, shape: list[int], strides: list[int]) -> Any:
+        made = object.__new__(self._kind)
+        made.__dict__.update(self._rest, shape=shape, strides=strides)
+        return made
+
+
 class Maps(dict[int, Any]):
     """Tensor maps of one form (sizes, strides, box, swizzle), by base address."""
 
-    __slots__ = ("__weakref__", "_fill", "_key", "_kind", "_meta", "_rest", "_shape", "_strides")
+    __slots__ = ("__weakref__", "_boxes", "_shape", "_strides")
 
-    #: All forms in use. Plain references: a `WeakValueDictionary` takes longer than to encode a map.
-    _forms: ClassVar[dict[Any, ref["Maps"]]] = {}
-    _swept: ClassVar[int] = 0  # forms that were in use when the others were dropped
-    _made: ClassVar[int] = 0  # maps since all were cleared
-
-    def __init__(self, descriptor: Any, meta: Any, key: Any = None) -> None:
-        super().__init__()
-        self._kind, self._meta = type(descriptor), meta
-        self._fill: Any = None  # a `Fill`; False if there is none
-        self._shape, self._strides = list(descriptor.shape), list(descriptor.strides)
-        # Without references to the tensor and to the list that holds this: they would be kept alive.
-        self._rest = {**descriptor.__dict__, "base": None, "maps": None}
-        self._keep(id(self) if key is None else key)
+    def __init__(self, boxes: _Boxes, shape: list[int], strides: list[int]) -> None:
+        self._boxes, self._shape, self._strides = boxes, shape, strides
 
     @classmethod
     def of(cls, descriptor: Any, meta: Any) -> "Maps":
         """Those of a descriptor's form. Plans for other sizes have them too (`resized`), so that a tensor
         that several calls read has one map."""
         box = (descriptor.base.dtype, id(descriptor.layout), *descriptor.block_shape)
-        key = (box, *descriptor.shape, *descriptor.strides)
-        known = cls._forms.get(key)
+        shape, strides = list(descriptor.shape), list(descriptor.strides)
+        known = _kept.forms.get((box, *shape, *strides))
         found = None if known is None else known()
-        return cls(descriptor, meta, key) if found is None else found
+        return _keep(cls(_Boxes(descriptor, meta, box), shape, strides)) if found is None else found
 
     def resized(self, shape: list[int], strides: list[int]) -> "Maps":
         """Those of the same boxes in a matrix of another size."""
-        key = (self._key[0], *shape, *strides)
-        known = Maps._forms.get(key)
+        boxes = self._boxes
+        known = _kept.forms.get((boxes.key, *shape, *strides))
         found = None if known is None else known()
         if found is None:
-            found = Maps.__new__(Maps)
-            found._kind, found._meta, found._rest = self._kind, self._meta, self._rest
-            found._fill, found._shape, found._strides = self._filling(), shape, strides
-            found._keep(key)
+            if boxes.fill is None:
+                boxes.find_fill(self._shape, self._strides)
+            found = _keep(Maps(boxes, shape, strides))
         return found
 
-    def _keep(self, key: Any) -> None:
-        self._key = key
-        forms = Maps._forms
-        if len(forms) > 2 * Maps._swept + 1024:
-            Maps._forms = forms = {k: each for k, each in list(forms.items()) if each() is not None}
-            Maps._swept = len(forms)
-        forms[key] = ref(self)
-
     def __missing__(self, address: int) -> Any:
-        """Encoded by Triton's own code, from a descriptor whose tensor is replaced by an address."""
-        if Maps._made >= MAPS:
-            Maps._made = 0
-            for each in list(Maps._forms.values()):
+        if _kept.made >= MAPS:
+            _kept.made = 0
+            for each in list(_kept.forms.values()):
                 form = each()
                 if form is not None:
                     form.clear()
-        Maps._made += 1
+        _kept.made += 1
         attach()
-        if self._fill:
-            self[address] = encoded = self._fill(address, self._shape, self._strides)
-            return encoded
-        made = object.__new__(self._kind)
-        made.__dict__.update(self._rest, base=_At(address), shape=self._shape, strides=self._strides)
-        self[address] = encoded = _encode()(made, self._meta)
-        return encoded
+        boxes = self._boxes
+        encode = boxes.fill or boxes.encoded
+        self[address] = made = encode(address, self._shape, self._strides)
+        return made
 
-    def _filling(self) -> Any:
-        """A shorter way to maps of other sizes, or False if there is none."""
-        if self._fill is None:
-            made = object.__new__(self._kind)
-            made.__dict__.update(self._rest, shape=self._shape, strides=self._strides)
-            self._fill = _filling(made, self._meta) or False
-        return self._fill
+
+def _keep(made: Maps) -> Maps:
+    """Another form that is in use."""
+    forms = _kept.forms
+    if len(forms) > 2 * _kept.swept + 1024:
+        _kept.forms = forms = {k: each for k, each in list(forms.items()) if each() is not None}
+        _kept.swept = len(forms)
+    key = (made._boxes.key, *made._shape, *made._strides)
+    forms[key] = ref(made)
+    return made
 
 
 class _At:

@@ -1,23 +1,22 @@
 """Families: calls that differ in some sizes only, and what they share.
 
 What varies is the number of rows, or, where an op says so, one dimension that grows, the keys of a cache, or
-the first dimensions of its arguments, tokens and the rows of their experts, or the rows of matrices. The
-contract, its rules and the choice of a backend are the same for all calls of a family. And so are its plans,
-as far as they are functions of these sizes (`isobit.frame.traced`): the first call runs the launcher, the
-second one is recorded and traced, and a call with new sizes then has a plan at once.
+the first dimensions of its arguments, tokens and the rows of their experts, or the rows of matrices, or any
+dimensions that the contract names. The contract, its rules and the choice of a backend are the same for all
+calls of a family. And so are its plans, as far as they are functions of these sizes (`isobit.frame.traced`):
+the first call runs the launcher, the second one is recorded and traced, and a call with new sizes then has a
+plan at once.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from isobit.frame.backend import Args, Backend, resolve
-from isobit.frame.cache_key import CacheKey, Sizes, form_of, split_key
+from isobit.frame.cache_key import CacheKey, Sizes, form_of, remember, split_key
 from isobit.frame.compile_ahead import compile_ahead
 from isobit.frame.contract import Contract
 from isobit.frame.replay import Plan
-from isobit.frame.traced import ShapeOf, dense
+from isobit.frame.traced import ShapeOf, Trace, UntraceableError, dense
 
 #: Functions from sizes to plans that a family has at most: a launcher may decide anew for every size.
 MOST_FUNCTIONS = 64
@@ -81,7 +80,7 @@ class Varying(NamedTuple):
     """What varies in the calls of a family.
 
     `split(key)`: the key of the family and the sizes, or None for a call that belongs to none.
-    `shape(name, tensor, sizes)`: the shape and the strides of an argument with other sizes.
+    `shape(name, args, sizes)`: the shape and the strides of one of these arguments with other sizes.
     `ahead(args)`: larger sizes, for which the first call of a family compiles the kernels too."""
 
     split: Callable[[CacheKey], tuple[CacheKey, Sizes] | None]
@@ -109,7 +108,8 @@ def rows(contract: Contract) -> Varying:
     def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
         return split_key(key, contract.rows_at)
 
-    def shape(name: str, t: Tensor, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def shape(name: str, args: Args, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        t = args[name]
         around = contract.rows_at[contract.names.index(name)]
         if around is None:
             return t.shape, t.stride()
@@ -145,7 +145,8 @@ def leading(contract: Contract, *dimensions: str) -> Varying:
             family += (shape[1:], item[1:])
         return (tuple(family), tuple(sizes[name] for name in named)) if len(sizes) == len(named) else None
 
-    def shape(name: str, t: Tensor, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def shape(name: str, args: Args, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        t = args[name]
         first = at.get(contract.names.index(name))
         if first is None:
             return t.shape, t.stride()
@@ -171,13 +172,183 @@ def matrices(contract: Contract) -> Varying:
         family = ((shape[1:] if dims[i][-2] == "M" else shape, *rest) for i, (shape, *rest) in given.items())
         return (grad, types, scalars, *family), tuple(counts)
 
-    def shape(name: str, t: Tensor, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def shape(name: str, args: Args, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        t = args[name]
         if t.ndim != 2:
-            return several.shape(name, t, sizes)
+            return several.shape(name, args, sizes)
         of_rows = dims[contract.names.index(name)][-2] == "M"
         return (sizes[0], t.shape[1]) if of_rows else t.shape, t.stride()
 
     return Varying(split, shape)
+
+
+def dimensions(
+    contract: Contract,
+    vary: Callable[[Container[str]], Mapping[str, str]],
+    kind: Callable[[Mapping[str, Sequence[Any]]], Hashable],
+    ahead: Callable[[Args], Sequence[int]] | None = None,
+) -> Varying:
+    """Dimensions, wherever the contract names them. `vary(given)`: which of them, in calls that are given
+    these arguments, and the size that each has: dimensions with one size are equal. `kind(shapes)`: calls
+    whose shapes, by argument, differ in it are chosen for differently. It calculates with sizes and compares
+    them, and does nothing else, as a launcher that can be traced.
+
+    A size of one belongs to the family: rules and launchers ask for it, and its stride may be anything."""
+    of = _Dimensions(contract, vary, kind)
+    return Varying(of.split, of.shape, ahead)
+
+
+class _Place(NamedTuple):
+    """An argument that is a tensor: how many dimensions it has, and those that vary, with names of sizes."""
+
+    name: str
+    ndim: int
+    varying: list[tuple[int, str]]
+
+
+class _Known(NamedTuple):
+    """A family that keys are compared with."""
+
+    family: CacheKey
+    at: list[tuple[int, int]]  # where its sizes are: (tensor, dimension)
+    #: From sizes to what a key has of tensors, or to None if they are not sizes of the family.
+    tensors: Callable[..., Any]
+
+
+#: Families of calls with the same scalars that a key is compared with before its own is worked out.
+MOST_KNOWN = 4
+
+
+class _Dimensions:
+    """What varies, if dimensions do."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        vary: Callable[[Container[str]], Mapping[str, str]],
+        kind: Callable[[Mapping[str, Sequence[Any]]], Hashable],
+    ) -> None:
+        self._names, self._vary, self._kind = contract.names, vary, kind
+        self._dims = {p.name: p.spec.dims for p in contract.params if p.spec is not None}
+        self._by_types: dict[tuple[type, ...], list[_Place]] = {}
+        self._known: dict[CacheKey, list[_Known]] = {}  # by what keys have besides tensors
+        self._met: dict[CacheKey, bool] = {}  # families that occurred
+
+    def _places(self, types: tuple[type, ...]) -> list[_Place]:
+        found = self._by_types.get(types)
+        if found is None:
+            given = [self._names[i] for i in form_of(types).tensors]
+            size_of = self._vary(given)
+            found = [
+                _Place(name, len(dims), [(d, size_of[dim]) for d, dim in enumerate(dims) if dim in size_of])
+                for name, dims in ((name, self._dims[name]) for name in given)
+            ]
+            remember(self._by_types, types, found)
+        return found
+
+    def split(self, key: CacheKey) -> tuple[CacheKey, Sizes] | None:
+        grad, types, scalars, *tensors = key
+        rest = grad, types, scalars
+        try:
+            for family, at, expected in self._known.get(rest, ()):
+                sizes = tuple([tensors[i][0][d] for i, d in at])
+                if expected(*sizes) == tensors:
+                    return family, sizes
+        except IndexError:  # there are too few dimensions: the contract will say so
+            return None
+        return self._split(rest, tensors)
+
+    def _split(self, rest: tuple[Any, ...], tensors: list[Any]) -> tuple[CacheKey, Sizes] | None:
+        """The same for a family that is not known yet."""
+        places, at = self._places(rest[1]), dict[str, tuple[int, int]]()
+        for i, place in enumerate(places):
+            shape = tensors[i][0]
+            if len(shape) != place.ndim:
+                return None
+            for d, size in place.varying:
+                j, other = at.setdefault(size, (i, d))
+                if tensors[j][0][other] != shape[d]:
+                    return None
+        sizes = {size: n for size, (i, d) in at.items() if (n := tensors[i][0][d]) != 1}
+        if not sizes:
+            return None
+        kind = self._kind({place.name: item[0] for place, item in zip(places, tensors, strict=True)})
+        forms = [
+            _form_of(shape, strides, place.varying)
+            for place, (shape, strides, *_) in zip(places, tensors, strict=True)
+        ]
+        family = (*rest, kind, *forms, *[item[2:] for item in tensors])
+        if family in self._met:  # not for one that occurs once: it takes longer than to work it out
+            expected = self._expected(places, forms, tensors, sizes, kind)
+            known = _Known(family, [at[size] for size in sizes], expected)
+            remember(self._known, rest, [known, *self._known.get(rest, ())[: MOST_KNOWN - 1]])
+        remember(self._met, family, True)
+        return family, tuple(sizes.values())
+
+    def _expected(
+        self,
+        places: list[_Place],
+        forms: list["_Form"],
+        tensors: list[Any],
+        sizes: dict[str, int],
+        kind: Hashable,
+    ) -> Callable[..., Any]:
+        """From sizes to what a key of the family has of tensors, or to None if their kind is another."""
+        trace = Trace(tuple(sizes.values()))
+        new = dict(zip(sizes, trace.sizes, strict=True))
+        whole = [form.with_sizes(new) for form in forms]
+        asked = self._kind({place.name: shape for place, (shape, _) in zip(places, whole, strict=True)})
+        if asked != kind:  # where it is a number, this makes a condition of it
+            raise UntraceableError("the kind of calls does not follow from their sizes")
+        for n in trace.sizes:
+            trace.condition(f"{n.name} != 1", True)
+        return trace.function([(*form, *item[2:]) for form, item in zip(whole, tensors, strict=True)])
+
+    def shape(self, name: str, args: Args, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        places = self._places(tuple(type(args.get(name)) for name in self._names))
+        own = {size: args[place.name].shape[d] for place in places for d, size in place.varying}
+        new = dict(zip([size for size, n in own.items() if n != 1], sizes, strict=True))
+        (varying,) = (place.varying for place in places if place.name == name)
+        t = args[name]
+        return _form_of(t.shape, t.stride(), varying).with_sizes(new)
+
+
+class _Form(NamedTuple):
+    """Shape and strides of a tensor apart from the sizes that vary, whose names are in their places.
+
+    In an order from the inside to the outside, a stride is the extent of all that lies inside of it, or a
+    number if there is a gap, as in a part of a larger cache; one that is copied at every step has none."""
+
+    shape: tuple[int | str, ...]
+    gaps: tuple[tuple[int, int], ...]  # (dimension, stride)
+    order: Sequence[int]  # a range if later dimensions lie inside of earlier ones, as usual
+
+    def with_sizes(self, sizes: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The shape and the strides."""
+        shape = [sizes[n] if isinstance(n, str) else n for n in self.shape]
+        strides, gaps, inside = shape.copy(), dict(self.gaps), 1
+        for d in self.order:
+            strides[d] = gaps.get(d, inside)
+            if self.shape[d] != 1:
+                inside = shape[d] * strides[d]
+        return tuple(shape), tuple(strides)
+
+
+def _form_of(shape: Sequence[int], strides: Sequence[int], varying: list[tuple[int, str]]) -> _Form:
+    named: list[int | str] = list(shape)
+    for d, size in varying:
+        if shape[d] != 1:
+            named[d] = size
+    order: Sequence[int] = range(len(shape) - 1, -1, -1)
+    if list(strides) != sorted(strides, reverse=True):
+        order = tuple(sorted(order, key=strides.__getitem__))
+    gaps, inside = [], 1
+    for d in order:
+        if strides[d] != inside:
+            gaps.append((d, strides[d]))
+        if shape[d] != 1:
+            inside = shape[d] * strides[d]
+    return _Form(tuple(named), tuple(gaps), order)
 
 
 def growth(
@@ -189,60 +360,13 @@ def growth(
 ) -> Varying:
     """One dimension of some arguments. A call to which one of the arguments `unless` is given belongs to no
     family. `kind`: calls whose sizes differ in it are chosen for differently."""
-    at = {
-        i: p.spec.dims.index(dimension)
-        for i, p in enumerate(contract.params)
+    name, at = next(
+        (p.name, p.spec.dims.index(dimension))
+        for p in contract.params
         if p.spec is not None and dimension in p.spec.dims
-    }
-    dims = {i: len(p.spec.dims) for i, p in enumerate(contract.params) if p.spec is not None}
-    never = [contract.names.index(name) for name in unless]
+    )
 
-    def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
-        grad, types, scalars, *tensors = key
-        form = form_of(types)
-        if any(i in form.tensors for i in never):
-            return None
-        family: list[Any] = [grad, types, scalars]
-        size = None
-        for i, item in zip(form.tensors, tensors, strict=True):
-            d = at.get(i)
-            if d is None:
-                family.append(item)
-                continue
-            shape, strides = item[0], item[1]
-            if len(shape) != dims[i]:  # the contract will say so
-                return None
-            if size is None:
-                size = shape[d]
-            if size != shape[d] or size < 2:
-                return None
-            family += (shape[:d], shape[d + 1 :], _multiples(shape, strides, d), item[2:])
-        return None if size is None else ((*family, kind(size)), (size,))
+    def vary(given: Container[str]) -> Mapping[str, str]:
+        return {} if any(other in given for other in unless) else {dimension: dimension}
 
-    def shape(name: str, t: Tensor, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        d = at.get(contract.names.index(name))
-        if d is None:
-            return t.shape, t.stride()
-        (size,) = sizes
-        strides = [size * -s if s < 0 else s for s in _multiples(t.shape, t.stride(), d)]
-        return (*t.shape[:d], size, *t.shape[d + 1 :]), strides
-
-    return Varying(split, shape, ahead)
-
-
-def _multiples(shape: Sequence[int], strides: Sequence[int], d: int) -> tuple[int, ...]:
-    """Strides; instead of one that is a multiple of the size d because all of it lies inside, the multiple,
-    negated. A part of a larger cache has no such strides, one that is copied at every step has."""
-    own, size = strides[d], shape[d]
-    found = []
-    for i, stride in enumerate(strides):
-        if stride > own and i != d:
-            inside = size * own
-            for j, other in enumerate(strides):
-                if own < other < stride:
-                    inside *= shape[j]
-            if inside == stride:
-                found.append(-(stride // size))
-                continue
-        found.append(stride)
-    return tuple(found)
+    return dimensions(contract, vary, lambda shapes: kind(shapes[name][at]), ahead)

@@ -373,7 +373,7 @@ def traced_args(
     given, inputs = dict(args), []
     for name, t in args.items():
         if isinstance(t, Tensor):
-            shape, stride = shape_of(name, t, sizes)
+            shape, stride = shape_of(name, args, sizes)
             memory = Memory(0, t.data_ptr() % 16)
             given[name] = Traced(shape, stride, t.dtype, t.device, memory, [])
             inputs.append(given[name])

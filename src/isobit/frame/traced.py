@@ -17,15 +17,14 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from isobit.frame.cache_key import CacheKey, remember
 
 Decision = TypeVar("Decision", bound=Callable[..., Any])
 
-#: (name of an argument, its tensor, the sizes that vary) -> its shape and its strides.
-ShapeOf = Callable[[str, Tensor, Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+#: (name of an argument that is a tensor, all arguments, the sizes that vary) -> its shape and its strides.
+ShapeOf = Callable[[str, dict[str, Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
 class UntraceableError(Exception):
@@ -167,6 +166,13 @@ class Size:
 
     def __neg__(self) -> "Size":
         return self.trace.formula(f"-{self.name}", -self.value)
+
+    def bit_length(self) -> int:
+        """A plain number: launchers round up to powers of two by it, for tiles, which are constants of
+        kernels. The function is for sizes with as many bits."""
+        bits = self.value.bit_length()
+        self.trace.condition(f"{self.name}.bit_length() == {bits}", True)
+        return bits
 
     def __bool__(self) -> bool:
         return bool(self != 0)
