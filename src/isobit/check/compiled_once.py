@@ -30,14 +30,14 @@ class Claims(FileCacheManager):
     _locked: int | None = None
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        found: dict[str, str] | None = super().get_group(filename)
-        if found or self.cache_dir in self._own:
-            return found
+        group: dict[str, str] | None = super().get_group(filename)
+        if group or self.cache_dir in self._own:
+            return group
         self._claim()
-        found = super().get_group(filename)  # by whom this process has waited for
-        if found:
+        group = super().get_group(filename)  # by whom this process has waited for
+        if group:
             self.release()
-        return found
+        return group
 
     def put_group(self, filename: str, group: dict[str, str]) -> Any:
         try:

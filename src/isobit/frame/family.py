@@ -235,16 +235,16 @@ class _Dimensions:
         self._met: dict[CacheKey, bool] = {}  # families that occurred
 
     def _places(self, types: tuple[type, ...]) -> list[_Place]:
-        found = self._by_types.get(types)
-        if found is None:
+        places = self._by_types.get(types)
+        if places is None:
             given = [self._names[i] for i in form_of(types).tensors]
             size_of = self._vary(given)
-            found = [
+            places = [
                 _Place(name, len(dims), [(d, size_of[dim]) for d, dim in enumerate(dims) if dim in size_of])
                 for name, dims in ((name, self._dims[name]) for name in given)
             ]
-            remember(self._by_types, types, found)
-        return found
+            remember(self._by_types, types, places)
+        return places
 
     def split(self, key: CacheKey) -> tuple[CacheKey, Sizes] | None:
         grad, types, scalars, *tensors = key
@@ -316,12 +316,12 @@ class _Dimensions:
 class _Form(NamedTuple):
     """Shape and strides of a tensor apart from the sizes that vary, whose names are in their places.
 
-    In an order from the inside to the outside, a stride is the extent of all that lies inside of it, or a
+    In an order from the inside to the outside, a stride is the extent of all that lies inside it, or a
     number if there is a gap, as in a part of a larger cache; one that is copied at every step has none."""
 
     shape: tuple[int | str, ...]
     gaps: tuple[tuple[int, int], ...]  # (dimension, stride)
-    order: Sequence[int]  # a range if later dimensions lie inside of earlier ones, as usual
+    order: Sequence[int]  # a range if later dimensions lie inside earlier ones, as usual
 
     def with_sizes(self, sizes: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The shape and the strides."""
