@@ -232,8 +232,13 @@ def encoded_by(own_code: bool) -> tuple[list[dict[str, Any]], bool]:
         fill = None if own_code else found(descriptor, meta)
         return fill and (lambda *args: (called.append(args), fill(*args))[1])
 
-    with mock.patch.object(entry, "_filling", filling), mock.patch.dict(descriptors._descriptors, clear=True):
-        entry._kept.forms.clear()
+    # Both, and both come back: a descriptor that was made before has maps of a form that was kept before.
+    nothing = mock.patch.dict(descriptors._descriptors, clear=True)
+    with (
+        mock.patch.object(entry, "_filling", filling),
+        nothing,
+        mock.patch.object(entry, "_kept", entry._Kept()),
+    ):
         return new_rows("linear, few tokens", (34, 40)), bool(called)
 
 
