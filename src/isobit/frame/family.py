@@ -120,64 +120,21 @@ def rows(contract: Contract) -> Varying:
     return Varying(split, shape)
 
 
-def leading(contract: Contract, *dimensions: str) -> Varying:
-    """The first dimensions of arguments, where the contract gives them one of these names. Strides do not
-    depend on their sizes. Calls with fewer than two of one belong to no family."""
-    at = {
-        i: p.spec.dims[0]
-        for i, p in enumerate(contract.params)
-        if p.spec is not None and p.spec.dims and p.spec.dims[0] in dimensions
-    }
-    named = [name for name in dimensions if name in at.values()]
-
-    def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
-        grad, types, scalars, *tensors = key
-        family: list[Any] = [grad, types, scalars]
-        sizes: dict[str, int] = {}
-        for i, item in zip(form_of(types).tensors, tensors, strict=True):
-            name = at.get(i)
-            if name is None:
-                family.append(item)
-                continue
-            shape = tuple(item[0])
-            if not shape or shape[0] < 2 or sizes.setdefault(name, shape[0]) != shape[0]:
-                return None  # the contract may have something to say
-            family += (shape[1:], item[1:])
-        return (tuple(family), tuple(sizes[name] for name in named)) if len(sizes) == len(named) else None
-
-    def shape(name: str, args: Args, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        t = args[name]
-        first = at.get(contract.names.index(name))
-        if first is None:
-            return t.shape, t.stride()
-        return (sizes[named.index(first)], *t.shape[1:]), t.stride()
-
-    return Varying(split, shape)
+def leading(contract: Contract, *names: str) -> Varying:
+    """Dimensions with these names. Calls of a family have one backend, whatever their sizes."""
+    return dimensions(contract, lambda given: dict(zip(names, names, strict=True)), lambda shapes: None)
 
 
 def matrices(contract: Contract) -> Varying:
     """M, the rows of the matrices that the contract writes as `* M K`, if there is one of each; if there are
     several, how many there are."""
-    several = rows(contract)
-    dims = {i: p.spec.dims for i, p in enumerate(contract.params) if p.spec is not None}
+    one, several = leading(contract, "M"), rows(contract)
 
     def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
-        grad, types, scalars, *tensors = key
-        given = dict(zip(form_of(types).tensors, tensors, strict=True))
-        if any(len(given[i][0]) != 2 for i in dims if i in given):
-            return several.split(key)
-        counts = {given[i][0][0] for i in dims if i in given and dims[i][-2] == "M"}
-        if len(counts) != 1 or min(counts) < 2:  # an error, or a row, whose stride may be anything
-            return None
-        family = ((shape[1:] if dims[i][-2] == "M" else shape, *rest) for i, (shape, *rest) in given.items())
-        return (grad, types, scalars, *family), tuple(counts)
+        return one.split(key) or several.split(key)
 
     def shape(name: str, args: Args, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        t = args[name]
-        if t.ndim != 2:
-            return several.shape(name, args, sizes)
-        of_rows = dims[contract.names.index(name)][-2] == "M"
-        return (sizes[0], t.shape[1]) if of_rows else t.shape, t.stride()
+        return (one if args[name].ndim == 2 else several).shape(name, args, sizes)
 
     return Varying(split, shape)
 
@@ -188,10 +145,10 @@ def dimensions(
     kind: Callable[[Mapping[str, Sequence[Any]]], Hashable],
     ahead: Callable[[Args], Sequence[int]] | None = None,
 ) -> Varying:
-    """Dimensions, wherever the contract names them. `vary(given)`: which of them, in calls that are given
-    these arguments, and the size that each has: dimensions with one size are equal. `kind(shapes)`: calls
-    whose shapes, by argument, differ in it are chosen for differently. It calculates with sizes and compares
-    them, and does nothing else, as a launcher that can be traced.
+    """Dimensions, wherever the contract names them, in calls without more of them (`*`). `vary(given)`:
+    which of them, in calls that are given these arguments, and the size that each has: dimensions with one
+    size are equal. `kind(shapes)`: calls whose shapes, by argument, differ in it are chosen for differently.
+    It calculates with sizes and compares them, and does nothing else, as a launcher that can be traced.
 
     A size of one belongs to the family: rules and launchers ask for it, and its stride may be anything."""
     of = _Dimensions(contract, vary, kind)
@@ -229,7 +186,9 @@ class _Dimensions:
         kind: Callable[[Mapping[str, Sequence[Any]]], Hashable],
     ) -> None:
         self._names, self._vary, self._kind = contract.names, vary, kind
-        self._dims = {p.name: p.spec.dims for p in contract.params if p.spec is not None}
+        self._dims = {
+            p.name: [dim for dim in p.spec.dims if dim != "*"] for p in contract.params if p.spec is not None
+        }
         self._by_types: dict[tuple[type, ...], list[_Place]] = {}
         self._known: dict[CacheKey, list[_Known]] = {}  # by what keys have besides tensors
         self._met: dict[CacheKey, bool] = {}  # families that occurred
