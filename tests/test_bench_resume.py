@@ -1,6 +1,7 @@
 """Runs that are interrupted, limited in time, or short: --resume, --minutes, --core, --series."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,26 @@ def test_an_implementation_that_a_file_lacks_is_timed_when_it_is_named(tmp_path:
     assert said.count("1 of 3 cases are already in the file") == 1
     report = bench(tmp_path, impls=["copy"], resume=True, say=said.append)
     assert "--impl" not in report["command"]  # nor does the file hold one implementation alone
+
+
+def test_an_implementation_without_rows_is_not_tried_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot run here, and one that failed."""
+    (series,) = (one for one in series_of(LOGP) if one.name == "logp")
+
+    def fails(args: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setitem(series.rivals, "broken", replace(series.rivals["native"], function=fails))
+    missing = replace(series.rivals["native"], available=lambda case, device: "not installed")
+    monkeypatch.setitem(series.rivals, "missing", missing)
+    said: list[str] = []
+    named = ["isobit", "broken", "missing"]
+    report = bench(tmp_path, impls=named, resume=True, say=said.append)
+    assert cases(report) == NAMES and [note for note in report["notes"] if "on purpose" in note]
+    assert bench(tmp_path, impls=named, resume=True, say=said.append)["rows"] == report["rows"]
+    assert said.count("3 of 3 cases are already in the file") == 1
 
 
 def test_without_resume_everything_is_timed_again(tmp_path: Path) -> None:

@@ -248,6 +248,29 @@ def implementation_names(series: Series, backend: str | None, directions: Sequen
     return ["isobit", *(f"isobit:{name}" for name in ours), *rivals, *(["copy"] if series.copy else [])]
 
 
+def with_rows(
+    series: Series,
+    case: Case,
+    device: torch.device,
+    direction: str,
+    names: Iterable[str],
+    notes: Sequence[str],
+) -> list[str]:
+    """Of these names, those with rows wherever a case was timed with them: isobit, the copy, and rivals that
+    can run here. Not one that has failed, which is in the notes: it would be tried for ever."""
+    options = {**series.options, **options_of(case)}
+
+    def has(name: str) -> bool:
+        rival = series.rivals.get(name)
+        if rival is None:
+            return name == "isobit" or (name == "copy" and series.copy)
+        failed = f"{name}: failed on {case_name(case)} {direction}: "
+        can = rival.why_not(case, device, direction, options) is None
+        return can and not any(note.startswith(failed) for note in notes)
+
+    return [name for name in names if has(name)]
+
+
 # Calls
 
 

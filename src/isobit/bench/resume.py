@@ -1,7 +1,7 @@
 """Resumes an interrupted benchmark: the cases in its file are kept, the others are timed."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,17 @@ def lost(path: Path, cases: Iterable[tuple[str, str]]) -> str | None:
 
 
 def untimed(
-    rows: Iterable[Row], kind: str, case: str, directions: Sequence[str], impls: Sequence[str] | None = None
+    rows: Iterable[Row],
+    kind: str,
+    case: str,
+    directions: Sequence[str],
+    expected: Callable[[str], Collection[str]] = lambda direction: (),
 ) -> list[str]:
-    """The directions of a case that lack rows: all of them, or those of an implementation that is named."""
+    """The directions of a case that lack rows: all of them, or those of an implementation that is expected to
+    have some."""
     mine = [row for row in rows if (row["op"], row["case"]) == (kind, case)]
     known = {one: {row["impl"] for row in mine if row["direction"] == one} for one in directions}
-    return [one for one, names in known.items() if not names or not names.issuperset(impls or ())]
+    return [one for one, names in known.items() if not names or not names.issuperset(expected(one))]
 
 
 def with_new(rows: Iterable[Row], new: Sequence[Row]) -> list[Row]:

@@ -16,7 +16,7 @@ import torch
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
 from isobit.bench.check_gate import CheckGate
 from isobit.bench.goals import summary
-from isobit.bench.implementations import Implementations, implementation_names
+from isobit.bench.implementations import Implementations, implementation_names, with_rows
 from isobit.bench.precompile import precompile
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, lost, untimed, with_new
@@ -108,9 +108,13 @@ def run(
         head |= _figure(all_series) | {"notes": notes + unfinished}
         return head | _summary(subject, ordered, every=not (cases or alone)) | {"rows": ordered}
 
-    asked = [
-        (one, case, untimed(rows, one.name, case_name(case), wanted, impls)) for one, case, wanted in jobs
-    ]
+    def left_of(one: Series, case: Case, wanted: Sequence[str]) -> list[str]:
+        return untimed(
+            rows, one.name, case_name(case), wanted,
+            lambda direction: with_rows(one, case, device, direction, impls or (), notes),
+        )  # fmt: skip
+
+    asked = [(one, case, left_of(one, case, wanted)) for one, case, wanted in jobs]
     todo = [job for job in asked if job[2]]
     if len(todo) < len(jobs):
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
