@@ -1,5 +1,6 @@
 """The program of a worker process: it runs the requests it is sent. `workers` starts it, and reads cells."""
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -22,8 +23,14 @@ def answer(request: Request, say: Callable[[str], None]) -> None:
         os._exit(STUCK)
     except Full:
         os._exit(FULL)
-    if torch.cuda.is_initialized():  # memory that it caches is not available to the others
-        torch.cuda.empty_cache()
+    if torch.cuda.is_initialized():
+        if torch.cuda.memory_allocated() > LEFT_BEHIND:
+            gc.collect()  # frames of an error that was raised form cycles, and hold its tensors
+        torch.cuda.empty_cache()  # memory that it caches is not available to the others
+
+
+#: Bytes of tensors that may outlive their cell.
+LEFT_BEHIND = 1 << 28
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ _BITS = [
     _case(3, 200, 1, 2, 64, 64, F16, mode="gn", heavy=True),
     _case(3, 130, 1, 1, 256, 64, BF16, heavy=True),
     # More than 2**31 elements in v, u, v_new and o: wrong 32-bit offsets would fail here.
-    _case(9, 65536, 1, 64, 64, 64, BF16, data="random", heavy=True, gpu_gb=120),
+    _case(9, 58304, 1, 64, 64, 64, BF16, data="random", heavy=True, gpu_gb=120),
 ]
 #: Those of Hopper, which serves states of 64, 128 or 256 rows.
 _ON_HOPPER = [
