@@ -385,15 +385,19 @@ def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started:
     assert seen(together) == seen(alone)
 
 
-@pytest.mark.parametrize(("device", "cores", "jobs", "gigabytes", "count"), [
-    ("cpu", 64, 9, 0, 2), ("cpu", 64, 1, 0, 1), ("cuda", 64, 99, 105, 16), ("cuda", 8, 99, 105, 8),
-    ("cuda", 1, 9, 105, 1), ("cuda", 64, 3, 105, 3), ("cpu", 2, 0, 0, 0),
-    ("cuda", 64, 99, 18, 12), ("cuda", 64, 99, 1, 1),
+@pytest.mark.parametrize(("device", "cores", "jobs", "gigabytes", "largest", "count"), [
+    ("cpu", 64, 9, 0, 0, 2), ("cpu", 64, 1, 0, 0, 1), ("cpu", 2, 0, 0, 0, 0),
+    ("cuda", 64, 99, 150, 1, 16), ("cuda", 8, 99, 150, 1, 8), ("cuda", 1, 9, 150, 1, 1),
+    ("cuda", 64, 3, 150, 1, 3),
+    ("cuda", 64, 99, 150, 120, 16), ("cuda", 64, 99, 150, 130, 11), ("cuda", 64, 99, 150, 160, 1),
+    ("cuda", 64, 99, 24, 6, 3), ("cuda", 64, 99, 2, 1, 1),
 ])  # fmt: skip
 def test_how_many_processes(
-    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, jobs: int, gigabytes: int, count: int
-) -> None:
-    """`gigabytes` are those that cases may take, three quarters of a GPU's memory."""
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, jobs: int, gigabytes: int, largest: int,
+    count: int,
+) -> None:  # fmt: skip
+    """Cases take three quarters of a GPU's memory, or what the largest one needs."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(workers, "_memory", lambda device: gigabytes)
+    monkeypatch.setattr(workers, "_total", lambda device: gigabytes)
+    monkeypatch.setattr(workers, "_gigabytes", lambda request: largest)
     assert workers.how_many([asked(device=torch.device(device))] * jobs) == count

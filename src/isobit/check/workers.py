@@ -32,8 +32,8 @@ from isobit.frame.op import known_op
 #: Number of workers on a CPU, in addition to this process; and the maximum on a GPU.
 WORKERS, ON_A_GPU = 2, 16
 
-#: Workers for a gigabyte of the GPU's memory that no case takes: each takes half of one before it starts.
-FOR_A_GB = 2
+#: Gigabytes of the GPU's memory that a worker takes besides its case: CUDA itself, and the kernels it loads.
+OF_A_WORKER = 1.7
 
 #: Gigabytes of GPU memory that a case may take: a heavy one that declares no number, and a small one.
 HEAVY_GB, SMALL_GB = 6, 1
@@ -78,14 +78,15 @@ class Cells:
 def how_many(requests: list[Request]) -> int:
     """How many processes are worth starting for these requests."""
     on_a_gpu = [request.device for request in requests if request.device.type == "cuda"]
-    return min(most_on_a_gpu(on_a_gpu[0]) if on_a_gpu else WORKERS, len(requests))
+    largest = max(map(_gigabytes, requests), default=0)
+    return min(most_on_a_gpu(on_a_gpu[0], largest) if on_a_gpu else WORKERS, len(requests))
 
 
-def most_on_a_gpu(device: torch.device) -> int:
-    """Processes that this machine's cores and the GPU bear. Each keeps a core busy, with compiling; the one
-    that started them only waits."""
-    left = _memory(device) // 3  # cases take three quarters
-    return max(1, min(ON_A_GPU, os.cpu_count() or 1, FOR_A_GB * left))
+def most_on_a_gpu(device: torch.device, largest: int = 0) -> int:
+    """Processes that this machine's cores and the GPU bear next to a case of `largest` gigabytes. Each keeps
+    a core busy, with compiling; the one that started them only waits."""
+    left = _total(device) - max(_memory(device), largest)
+    return max(1, min(ON_A_GPU, os.cpu_count() or 1, int(left / OF_A_WORKER)))
 
 
 def start(requests: list[Request]) -> Cells:
@@ -141,7 +142,11 @@ def _memory(device: torch.device) -> int:
     """Gigabytes that all cases under way may take on a device. On a CPU they are small."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).total_memory * 3 / 4e9)
+    return int(_total(device) * 3 / 4)
+
+
+def _total(device: torch.device) -> float:
+    return torch.cuda.get_device_properties(device).total_memory / 1e9
 
 
 def _gigabytes(request: Request) -> int:

@@ -281,7 +281,7 @@ _BITS = [
     _case(3, 130, 1, 2, 64, 64, BF16, mode="kht", heavy=True),
     _case(3, 130, 1, 1, 256, 64, BF16, mode="ght", heavy=True),
     # More than 2**31 elements in w, do, dv, dh and dv2: wrong 32-bit offsets would fail here.
-    _case(17, 31040, 1, 64, 64, 64, BF16, mode="ght", data="random", heavy=True, gpu_gb=120),
+    _case(17, 31040, 1, 64, 64, 64, BF16, mode="ght", data="random", heavy=True, gpu_gb=130),
 ]
 
 PROOF = Proof(
