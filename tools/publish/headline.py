@@ -20,7 +20,7 @@ LESS_WORK = ("copy", "bare_gemm")
 NAMES = {
     "cudnn": "cuDNN", "flash": "PyTorch's flash kernel", "flex": "FlexAttention", "native": "PyTorch",
     "plain": "PyTorch", "sdpa": "PyTorch", "torch.mm": "cuBLAS", "torch.mm_nosplit": "cuBLAS",
-    "liger": "Liger", "cce": "CCE", "trl": "TRL", "fla": "FLA", "verl": "verl",
+    "fa3": "FlashAttention-3", "liger": "Liger", "cce": "CCE", "trl": "TRL", "fla": "FLA", "verl": "verl",
 }  # fmt: skip
 
 
