@@ -81,48 +81,74 @@ def of_finite(
 
 def batch_metrics(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Any]:
     """The same of log-probabilities [B, T], where only tokens with a mask that is not 0 count. They are
-    computed on the device of the tensors. Without a single token there are no metrics: an empty dict."""
+    computed on the device of the tensors, which is waited for twice. Without a single token there are no
+    metrics: an empty dict."""
     live = mask.bool()
-    some = live.any(1)
-    live, trained32, rolled32 = live[some], training.float()[some], rollout.float()[some]
-    if not len(live):
+    at = live.flatten().nonzero().squeeze(1)
+    if not len(at):
         return {}
+    both32 = [x.float() for x in (training, rollout)]
     # Zeros where nothing counts: no NaN of padding reaches a sum.
-    both = [x.double().masked_fill(~live, 0.0) for x in (trained32, rolled32)]
+    both = [x.double().masked_fill(~live, 0.0) for x in both32]
     counts, sums = live.sum(1), (both[0] - both[1]).sum(1)
-    log_ppl = [-x.sum(1) / counts for x in both]
+    some = counts > 0
+    log_ppl = [-x.sum(1) / counts.clamp(min=1) for x in both]
     log_ppl_diff = log_ppl[0] - log_ppl[1]
-    trained, rolled = (x[live] for x in both)
+    trained, rolled = (x.flatten()[at] for x in both)
     log_ratio = trained - rolled
     ratio, p, q = log_ratio.exp(), trained.exp(), rolled.exp()
     probs_diff = (p - q).abs()
-    return {
-        "tokens": len(trained),
-        "sequences": len(live),
-        "differ": int(differing(trained32[live], rolled32[live]).sum()),
-        "logp_diff_mean": log_ratio.abs().mean().item(),
-        "logp_diff_max": log_ratio.abs().max().item(),
-        "kl": (rolled - trained).mean().item(),
-        "k3_kl": (log_ratio.expm1() - log_ratio).mean().item(),
-        "mult_prob_error": log_ratio.abs().exp().mean().item(),
-        "probs_diff_max": probs_diff.max().item(),
-        "probs_diff_mean": probs_diff.mean().item(),
-        "probs_diff_std": probs_diff.std(correction=1).item() if len(trained) > 1 else 0.0,
+
+    def of_sequences(x: Tensor) -> Tensor:
+        """The mean over the sequences that have a token."""
+        return x.masked_fill(~some, 0.0).sum() / some.sum()
+
+    of_device: dict[str, Tensor] = {
+        "sequences": some.sum(),
+        "differ": (differing(*both32) & live).sum(),
+        "logp_diff_mean": log_ratio.abs().mean(),
+        "logp_diff_max": log_ratio.abs().max(),
+        "kl": (rolled - trained).mean(),
+        "k3_kl": (log_ratio.expm1() - log_ratio).mean(),
+        "mult_prob_error": log_ratio.abs().exp().mean(),
+        "probs_diff_max": probs_diff.max(),
+        "probs_diff_mean": probs_diff.mean(),
+        "probs_diff_std": probs_diff.std(correction=1) if len(at) > 1 else log_ratio.new_zeros(()),
         "pearson": _pearson(p, q),
-        "chi2_token": _mean_square_minus_1(log_ratio),
-        "chi2_seq": _mean_square_minus_1(sums),
-        "training_ppl": log_ppl[0].exp().mean().item(),
-        "rollout_ppl": log_ppl[1].exp().mean().item(),
-        "log_ppl_diff": log_ppl_diff.mean().item(),
-        "ppl_ratio": log_ppl_diff.exp().mean().item(),
-        "ratio_percentiles": {
-            str(at): value
-            for at, value in zip(PERCENTILES, _quantiles(ratio, PERCENTILES), strict=True)
-        },
-        "tokens_over": {str(c): (ratio > c).double().mean().item() for c in THRESHOLDS},
-        "sequences_over": {str(c): (sums > math.log(c)).double().mean().item() for c in THRESHOLDS},
+        "chi2_token": _square_minus_1(log_ratio).mean(),
+        "chi2_seq": of_sequences(_square_minus_1(sums)),
+        "training_ppl": of_sequences(log_ppl[0].exp()),
+        "rollout_ppl": of_sequences(log_ppl[1].exp()),
+        "log_ppl_diff": of_sequences(log_ppl_diff),
+        "ppl_ratio": of_sequences(log_ppl_diff.exp()),
+        "ratio_percentiles": _quantiles(ratio, PERCENTILES),
+        "tokens_over": torch.stack([(ratio > c).double().mean() for c in THRESHOLDS]),
+        "sequences_over": torch.stack([of_sequences((sums > math.log(c)).double()) for c in THRESHOLDS]),
         "histogram": _histogram(log_ratio),
     }  # fmt: skip
+    numbers = _on_the_host(of_device)
+    correlation = numbers["pearson"]
+    return {"tokens": len(at)} | numbers | {
+        "sequences": int(numbers["sequences"]),
+        "differ": int(numbers["differ"]),
+        "pearson": None if math.isnan(correlation) else correlation,
+        "ratio_percentiles": dict(zip(map(str, PERCENTILES), numbers["ratio_percentiles"], strict=True)),
+        "tokens_over": dict(zip(map(str, THRESHOLDS), numbers["tokens_over"], strict=True)),
+        "sequences_over": dict(zip(map(str, THRESHOLDS), numbers["sequences_over"], strict=True)),
+        "histogram": {
+            f"1e{first}": int(n) for first, n in zip(DECADES, numbers["histogram"], strict=True)
+        },
+    }  # fmt: skip
+
+
+def _on_the_host(several: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Numbers, and lists of them, in one copy from the device."""
+    together = torch.cat([x.double().flatten() for x in several.values()]).tolist()
+    numbers: dict[str, Any] = {}
+    for name, x in several.items():
+        own, together = together[: x.numel()], together[x.numel() :]
+        numbers[name] = own if x.ndim else own[0]
+    return numbers
 
 
 def flat(several: Mapping[str, Any], prefix: str = "drift/") -> dict[str, float]:
@@ -137,34 +163,33 @@ def flat(several: Mapping[str, Any], prefix: str = "drift/") -> dict[str, float]
     return numbers
 
 
-def _mean_square_minus_1(log_ratio: Tensor) -> float:
-    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(2 * limited).mean().item()
+def _square_minus_1(log_ratio: Tensor) -> Tensor:
+    return torch.expm1(2 * log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def _quantiles(x: Tensor, percentiles: Sequence[int]) -> list[float]:
+def _quantiles(x: Tensor, percentiles: Sequence[int]) -> Tensor:
     """With linear interpolation. torch.quantile has a limit on the number of elements."""
-    ordered = x.sort().values
-    at = torch.tensor(percentiles, dtype=torch.float64, device=x.device) / 100 * (len(x) - 1)
-    low = at.floor().long()
-    high = (low + 1).clamp(max=len(x) - 1)
-    return torch.lerp(ordered[low], ordered[high], at - low).tolist()
+    ordered, last = x.sort().values, len(x) - 1
+    places = [at / 100 * last for at in percentiles]
+    ends = torch.tensor([[int(at), min(int(at) + 1, last)] for at in places]).to(x.device)
+    weights = torch.tensor([at - int(at) for at in places], dtype=x.dtype).to(x.device)
+    low, high = ordered[ends].unbind(1)
+    return torch.lerp(low, high, weights)
 
 
-def _pearson(p: Tensor, q: Tensor) -> float | None:
-    """None where it is not defined: with fewer than two tokens, or without any spread. Equal numbers have a
+def _pearson(p: Tensor, q: Tensor) -> Tensor:
+    """NaN where it is not defined: with fewer than two tokens, or without any spread. Equal numbers have a
     correlation of exactly 1."""
-    if torch.equal(p, q) and len(p) > 1:
-        return 1.0
     a, b = p - p.mean(), q - q.mean()
-    norm = (a.norm() * b.norm()).item()
-    return (a @ b).item() / norm if norm > 0 else None
+    norm = a.norm() * b.norm()
+    value = torch.where(norm > 0, (a * b).sum() / norm, math.nan)
+    return torch.where((p == q).all(), 1.0, value) if len(p) > 1 else torch.full_like(value, math.nan)
 
 
-def _histogram(log_ratio: Tensor) -> dict[str, int]:
-    """{lower edge of |log r|: tokens}, by decades. Zeros are not in it; the first decade has everything
-    smaller, the last everything larger."""
+def _histogram(log_ratio: Tensor) -> Tensor:
+    """Tokens by the decade of |log r|. Zeros are not counted; the first decade has everything smaller, the
+    last everything larger."""
     size = log_ratio.abs()
-    decade = size[size > 0].log10().floor().clamp(DECADES[0], DECADES[-1]).long() - DECADES[0]
-    counts = torch.bincount(decade, minlength=len(DECADES)).tolist()
-    return {f"1e{at}": count for at, count in zip(DECADES, counts, strict=True)}
+    decade = size.log10().floor().clamp(DECADES[0], DECADES[-1])
+    edges = torch.arange(DECADES[0], DECADES[-1] + 1, dtype=decade.dtype).to(decade.device)
+    return ((decade[:, None] == edges) & (size > 0)[:, None]).sum(0)
