@@ -40,6 +40,14 @@ def test_python_dash_m_is_the_command() -> None:
     assert 'isobit = "isobit.cli.main:main"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_a_full_disk_is_one_line_without_a_traceback() -> None:
+    with Path("/dev/full").open("w") as nowhere:
+        command = [sys.executable, "-m", "isobit", "info", "--op", "logp"]
+        done = subprocess.run(command, stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "isobit: the output could not be written: No space left on device\n"
+
+
 def test_a_folder_is_timed_by_the_name_of_its_files() -> None:
     folders = [OPS[name].folder for name in cli.TIMED]
     assert sorted(folders) == sorted({op.folder for op in public_ops().values()})

@@ -1,7 +1,9 @@
 """The `isobit` command: check, memcheck, bench, report, drift, demo, info."""
 
+import errno
 import faulthandler
 import io
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +78,12 @@ def main() -> None:
         app()
     except ContractError as error:
         sys.exit(f"isobit: {error}")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # What Python still holds for it would fail once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"isobit: the output could not be written: {error.strerror}")
 
 
 Names = list[str] | None
