@@ -92,23 +92,39 @@ def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], tree: _Tree) -
         for key, text in texts.items()
         if not text.imported
     }
-    colours: dict[Any, str] = {}
+    # Every round goes through all pieces. So what is referred to has a number, and a definition a list of its
+    # pieces in which only the references are replaced.
+    number: dict[Any, int] = {}
+    rows: list[list[str]] = []
+    places: dict[int, list[tuple[int, int]]] = {}  # of a word: definition, and first token there
+    references: list[list[tuple[int, int]]] = []  # of a definition: place in its row, and what is there
+    for row, pieces in enumerate(graph.values()):
+        rows.append([p if isinstance(p, str) else "?" for _, p in pieces])
+        references.append([])
+        for at, (i, piece) in enumerate(pieces):
+            if isinstance(piece, tuple):
+                known = number.setdefault(piece, len(number))
+                references[row].append((at, known))
+                if piece[0] == "word":
+                    places.setdefault(known, []).append((row, i))
+    # A name of a statement that defines several is also its position there.
+    defined = [
+        (number["name", path, name], row, n)
+        for row, (path, i) in enumerate(graph)
+        for n, name in enumerate(texts[path, i].names)
+        if ("name", path, name) in number
+    ]
+    colours, refined = ["?"] * len(number), [""] * len(rows)
     for _ in range(_ROUNDS):
-        refined: dict[Any, str] = {}
-        places: dict[str, list[str]] = {}
-        for key, pieces in graph.items():
-            resolved = [p if isinstance(p, str) else colours.get(p, "?") for _, p in pieces]
-            refined[key] = _sha("\x1f".join(resolved))
-            for i, piece in pieces:
-                if isinstance(piece, tuple) and piece[0] == "word":
-                    places.setdefault(piece[1], []).append(f"{i}:{refined[key]}")
-        refined.update({("word", name): _sha("".join(sorted(where))) for name, where in places.items()})
-        # A name of a statement that defines several is also its position there.
-        for path, i in graph:
-            for n, name in enumerate(texts[path, i].names):
-                refined["name", path, name] = f"{refined[path, i]}.{n}"
-        colours = refined
-    return _sha("".join(sorted(colours[key] for key in graph)))[:16]
+        for row, (pieces_of_row, those) in enumerate(zip(rows, references, strict=True)):
+            for at, known in those:
+                pieces_of_row[at] = colours[known]
+            refined[row] = _sha("\x1f".join(pieces_of_row))
+        for known, where in places.items():
+            colours[known] = _sha("".join(sorted([f"{i}:{refined[row]}" for row, i in where])))
+        for known, row, n in defined:
+            colours[known] = f"{refined[row]}.{n}"
+    return _sha("".join(sorted(refined)))[:16]
 
 
 def _sha(text: str) -> str:
