@@ -14,6 +14,9 @@ from isobit.check.request import Request
 from isobit.check.runner import Stuck, run
 from isobit.check.workers import FULL, STUCK
 
+#: Bytes of tensors that may outlive their cell.
+LEFT_BEHIND = 1 << 28
+
 
 def answer(request: Request, say: Callable[[str], None]) -> None:
     """Run one request, and say each cell as soon as it is done."""
@@ -27,10 +30,6 @@ def answer(request: Request, say: Callable[[str], None]) -> None:
         if torch.cuda.memory_allocated() > LEFT_BEHIND:
             gc.collect()  # frames of an error that was raised form cycles, and hold its tensors
         torch.cuda.empty_cache()  # memory that it caches is not available to the others
-
-
-#: Bytes of tensors that may outlive their cell.
-LEFT_BEHIND = 1 << 28
 
 
 if __name__ == "__main__":
