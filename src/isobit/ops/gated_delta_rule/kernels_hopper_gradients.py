@@ -1,0 +1,684 @@
+"""The gradients of a chunk on Hopper in one kernel: steps 9 to 15 of class gdr/1, but for the sums of dbeta and
+dg over what this kernel calls parts, which `finish_kernel` of `kernels_triton_bwd` makes.
+
+With the names of `kernels_triton_bwd`, for each value head of a chunk, in the order in which it is computed:
+
+    dr  = T^T dvn                                db = sum_v dr v,  dv = beta dr
+    dS  = tril(do vn^T 2^(g - g'))
+    N   = -dr vn^T 2^(g - g') below the diagonal,  M = beta N
+    z   = dr S^T                                 c = 2^g sum_k k z
+    x   = do S^T 2^g + dS k                      dq += scale x
+    z   = -(z beta 2^g) + M k + M^T k            dk += z
+    y   = vn D^T 2^(g_last - g) + scale dS^T q   dk += y
+
+A program takes one item after another, a chunk of a key head. Two warpgroups compute it. Each has 64 of the 128
+columns of k, whose sums of dq and dk over the value heads stay in its registers, and 64 columns of v. What both
+need goes through shared memory: dr takes the place of dvn, dS is the first one's work, M the second one's.
+After the last head, rows that were normalized take the gradient of the norm; a sum over all of K needs the
+products of both warpgroups, so one sends its part for dq, the other one its part for dk.
+
+Every tensor has one buffer. Two warps load them, as soon as both warpgroups are done with what is there. So
+most loads of the next head are on their way during the larger part of a head; a second buffer does not fit:
+
+    q, k, do, vn, dvn, v 16 KB each, T, dS, M 8 KB each, S, D 32 KB each, rows of q and k before the norm 32 KB
+
+A result is stored by TMA from the buffer of a tensor of which it is a gradient: dv from that of v, dq and dk
+from those of the rows before the norm. Chunks with fewer than 64 rows are stored from registers with a mask.
+There rows of the buffers that belong to others are set to zero where a sum goes over rows: in T, dvn, q and k.
+All others meet only rows that are not stored.
+
+A sum by halves adds column c + 32 to c, c + 16 to c, and so on: in the layout of a product the first three of
+these are in one thread, and the next two are in its three neighbours.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run, unused
+from isobit.kernels.hopper.descriptors import descriptor, matrix
+from isobit.kernels.hopper.pipeline import (
+    PRODUCER_REGISTERS,
+    accumulator_layout,
+    after,
+    fence_async_shared,
+    gl,
+    gluon,
+    kernel,
+    mbarrier,
+    record,
+    reinterpreted,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, ONE_OF_FOUR, rows_of
+from isobit.ops.delta_rule.kernels_hopper_io import ONE, ONE_EACH
+from isobit.ops.gated_delta_rule.kernels_hopper_solve import _chunk_of as chunk_of
+from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
+from isobit.ops.gated_delta_rule.model import CHUNK, EPS
+
+#: Rows of a chunk, and columns of every tile; tiles in a row of q and k, and of v: one for each warpgroup.
+C, HALVES = gl.constexpr(CHUNK), gl.constexpr(2)
+
+#: K and V that the kernel serves.
+WIDTH = CHUNK * HALVES.value
+
+#: Layouts: of a product, of numbers of its rows and of its columns; of numbers of rows in a loading warp, and
+#: where every warp of a warpgroup has all of them.
+OF_TILE = gl.constexpr(accumulator_layout(CHUNK))
+OF_ROWS, OF_COLUMNS = (gl.constexpr(gl.SliceLayout(axis, OF_TILE.value)) for axis in (1, 0))
+ALONG = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+IN_A_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+#: Numbers of rows in shared memory.
+ONE_BY_ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+#: fp32 tiles that one warpgroup sends to the other: 32 bytes of eight rows lie in different banks.
+SENT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+#: The buffers, by the numbers of their barriers. Those from KEYS on are loaded once for an item.
+INVERSE, VALUES, DVN, DO, NEW, STATES, DSTATES, KEYS, QUERIES, RAW = (gl.constexpr(n) for n in range(10))
+BUFFERS = gl.constexpr(10)
+
+#: What the warpgroups tell each other, by the numbers of the barriers: dr is there; dS is; M is; both are here.
+DR, DS, M, MEET = (gl.constexpr(n) for n in range(4))
+SIGNALS = gl.constexpr(4)
+
+#: Gates and betas of how many value heads are loaded ahead.
+AHEAD = gl.constexpr(2)
+
+#: Registers per thread at launch, of 12 warps; those of the second warpgroup, the first one has as many; and
+#: those of the warp that loads gates.
+AT_LAUNCH, CONSUMER_REGISTERS, GATE_REGISTERS = 168, gl.constexpr(232), gl.constexpr(40)
+
+_EPS = gl.constexpr(float(EPS))
+
+
+@record
+class Items:
+    """All items of a call: a chunk of a key head each."""
+
+    cu_seqlens: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    H: gl.tensor
+    HV: gl.tensor
+    group: gl.tensor  # value heads that share q and k
+    tiles: gl.tensor
+    PACKED: gl.constexpr
+
+    @gluon.jit
+    def count(self):
+        return self.tiles * self.H
+
+    @gluon.jit
+    def place(self, t):
+        """(first row, rows) of item t; no rows if there is no chunk in its tile."""
+        row, left = chunk_of(t // self.H, self.cu_seqlens, self.T, self.S, self.PACKED)
+        return row.to(gl.int32), left.to(gl.int32)
+
+
+@record
+class Tiles:
+    """The buffers of tiles [64, 64], and their barriers. `full`: the tiles have arrived; `empty`: both
+    warpgroups are done with them."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    raw_q: gl.shared_memory_descriptor  # before the norm; results leave from here
+    raw_k: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    new: gl.shared_memory_descriptor
+    dr: gl.shared_memory_descriptor  # first dvn
+    v: gl.shared_memory_descriptor  # then dv
+    inverse: gl.shared_memory_descriptor
+    states: gl.shared_memory_descriptor  # tile 2 k + v
+    dstates: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor  # dS and M, [2, 64, 64]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    V_FIRST: gl.constexpr
+    NORMED: gl.constexpr
+
+    @gluon.jit
+    def create(desc, V_FIRST: gl.constexpr, NORMED: gl.constexpr):
+        row: gl.constexpr = [HALVES, C, C]
+        q = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        k = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        raw_q = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        raw_k = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        do = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        new = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        dr = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        v = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        inverse = gl.allocate_shared_memory(desc.dtype, [1, C, C], desc.layout)
+        states = gl.allocate_shared_memory(desc.dtype, [HALVES * HALVES, C, C], desc.layout)
+        dstates = gl.allocate_shared_memory(desc.dtype, [HALVES * HALVES, C, C], desc.layout)
+        scores = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
+        full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(BUFFERS):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=2)
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
+        return Tiles(
+            q, k, raw_q, raw_k, do, new, dr, v, inverse, states, dstates, scores, full, empty, V_FIRST, NORMED
+        )
+
+
+@record
+class Rows:
+    """Numbers of a value head's rows, and the item that it belongs to, in AHEAD stages; what warpgroups tell
+    each other about rows; and their signals."""
+
+    gate: gl.shared_memory_descriptor  # [64]; 0 where there is no row, and without gates
+    beta: gl.shared_memory_descriptor
+    end: gl.shared_memory_descriptor  # [1]: the gate of the last row
+    item: gl.shared_memory_descriptor  # [1]
+    row: gl.shared_memory_descriptor  # [1]: the first of the chunk
+    left: gl.shared_memory_descriptor  # [1]: rows of the chunk; 0 after the last item
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor  # [3, 64]: of dr v, first columns; of the norms of q and k
+    signals: gl.shared_memory_descriptor
+    HAS_G: gl.constexpr
+
+    @gluon.jit
+    def create(HAS_G: gl.constexpr):
+        gate = gl.allocate_shared_memory(gl.float32, [AHEAD, C], ONE_BY_ONE)
+        beta = gl.allocate_shared_memory(gl.float32, [AHEAD, C], ONE_BY_ONE)
+        end = gl.allocate_shared_memory(gl.float32, [AHEAD, 1], ONE)
+        item = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
+        row = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
+        left = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
+        full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+        sums = gl.allocate_shared_memory(gl.float32, [3, C], ONE_BY_ONE)
+        signals = gl.allocate_shared_memory(gl.int64, [SIGNALS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(AHEAD):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(signals.index(DR), count=2)
+        mbarrier.init(signals.index(DS), count=1)
+        mbarrier.init(signals.index(M), count=1)
+        mbarrier.init(signals.index(MEET), count=2)
+        fence_async_shared()
+        return Rows(gate, beta, end, item, row, left, full, empty, sums, signals, HAS_G)
+
+    @gluon.jit
+    def place(self, stage, phase):
+        """(item, first row, rows) of the value head at a stage."""
+        mbarrier.wait(self.full.index(stage), phase)
+        item = gl.max(self.item.index(stage).load(ONE_OF_FOUR), 0)
+        row = gl.max(self.row.index(stage).load(ONE_OF_FOUR), 0)
+        left = gl.max(self.left.index(stage).load(ONE_OF_FOUR), 0)
+        return item, row, left
+
+    @gluon.jit
+    def meet(self, met):
+        """Both warpgroups go on when both are here."""
+        mbarrier.arrive(self.signals.index(MEET))
+        mbarrier.wait(self.signals.index(MEET), met)
+        return met ^ 1
+
+
+# Loads
+
+
+@gluon.jit
+def _load_halves(desc, tiles, buffer, row, column, turn, WHICH: gl.constexpr):
+    """Two tiles of 64 rows, as soon as there is room."""
+    bar = tiles.full.index(WHICH)
+    mbarrier.wait(tiles.empty.index(WHICH), turn ^ 1)
+    mbarrier.expect(bar, HALVES * desc.block_type.nbytes)
+    for half in gl.static_range(HALVES):
+        tma_load(desc, [row, column + half * C], bar, buffer.index(half))
+
+
+@gluon.jit
+def _load_state(desc, tiles, buffer, state, turn, WHICH: gl.constexpr):
+    """The four tiles of a state."""
+    bar = tiles.full.index(WHICH)
+    mbarrier.wait(tiles.empty.index(WHICH), turn ^ 1)
+    mbarrier.expect(bar, HALVES * HALVES * desc.block_type.nbytes)
+    row = state * (HALVES * C)
+    for k in gl.static_range(HALVES):
+        for v in gl.static_range(HALVES):
+            if tiles.V_FIRST:
+                tma_load(desc, [row + v * C, k * C], bar, buffer.index(HALVES * k + v))
+            else:
+                tma_load(desc, [row + k * C, v * C], bar, buffer.index(HALVES * k + v))
+
+
+@gluon.jit
+def _load_values(items, tiles, inverse_desc, v_desc, dvn_desc):
+    """The producer of what a head needs first, in the order in which buffers become free."""
+    turn = gl.to_tensor(0)
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        row, left = items.place(t)
+        if left > 0:
+            for each in range(items.group):
+                hv = t % items.H * items.group + each
+                bar = tiles.full.index(INVERSE)
+                mbarrier.wait(tiles.empty.index(INVERSE), turn ^ 1)
+                mbarrier.expect(bar, inverse_desc.block_type.nbytes)
+                tma_load(inverse_desc, [row, hv * C], bar, tiles.inverse.index(0))
+                _load_halves(v_desc, tiles, tiles.v, row, hv * (HALVES * C), turn, VALUES)
+                _load_halves(dvn_desc, tiles, tiles.dr, row, hv * (HALVES * C), turn, DVN)
+                turn = turn ^ 1
+
+
+@gluon.jit
+def _load_others(
+    items, tiles, q_desc, k_desc, raw_q_desc, raw_k_desc, do_desc, new_desc, states_desc, dstates_desc
+):
+    """The producer of the rest, likewise."""
+    turn, item_turn = gl.to_tensor(0), gl.to_tensor(0)
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        row, left = items.place(t)
+        if left > 0:
+            head = t % items.H
+            for each in range(items.group):
+                hv = head * items.group + each
+                _load_halves(do_desc, tiles, tiles.do, row, hv * (HALVES * C), turn, DO)
+                _load_halves(new_desc, tiles, tiles.new, row, hv * (HALVES * C), turn, NEW)
+                state = t // items.H * items.HV + hv
+                _load_state(states_desc, tiles, tiles.states, state, turn, STATES)
+                _load_state(dstates_desc, tiles, tiles.dstates, state, turn, DSTATES)
+                turn = turn ^ 1
+                if each == 0:
+                    column = head * (HALVES * C)
+                    _load_halves(k_desc, tiles, tiles.k, row, column, item_turn, KEYS)
+                    _load_halves(q_desc, tiles, tiles.q, row, column, item_turn, QUERIES)
+                    if tiles.NORMED:
+                        bar = tiles.full.index(RAW)
+                        mbarrier.wait(tiles.empty.index(RAW), item_turn ^ 1)
+                        mbarrier.expect(bar, 2 * HALVES * raw_q_desc.block_type.nbytes)
+                        for half in gl.static_range(HALVES):
+                            tma_load(raw_q_desc, [row, column + half * C], bar, tiles.raw_q.index(half))
+                            tma_load(raw_k_desc, [row, column + half * C], bar, tiles.raw_k.index(half))
+                    item_turn = item_turn ^ 1
+
+
+@gluon.jit
+def _put_number(buffer, x, DTYPE: gl.constexpr):
+    """Shared memory stores tensors, not scalars."""
+    buffer.store(gl.full((1,), 0, DTYPE, ONE_EACH) + x)
+
+
+@gluon.jit
+def _load_rows(items, rows, g, beta):
+    """The producer of gates and betas. It tells the warpgroups where they are, too: to find the chunk of a
+    packed sequence takes a search."""
+    i = gl.arange(0, C, ALONG)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        row, left = items.place(t)
+        if left > 0:
+            for each in range(items.group):
+                hv = t % items.H * items.group + each
+                at = (row + i).to(gl.int64) * items.HV + hv
+                of_beta = gl.load(beta + at, mask=i < left, other=0.0).to(gl.float32)
+                gate = gl.zeros((C,), gl.float32, ALONG)
+                end = gl.to_tensor(0.0)
+                if rows.HAS_G:
+                    gate = gl.load(g + at, mask=i < left, other=0.0)
+                    end = gl.load(g + (row + left - 1).to(gl.int64) * items.HV + hv)
+                mbarrier.wait(rows.empty.index(stage), phase)
+                rows.gate.index(stage).store(gate)
+                rows.beta.index(stage).store(of_beta)
+                _put_number(rows.end.index(stage), end, gl.float32)
+                _put_number(rows.item.index(stage), t, gl.int32)
+                _put_number(rows.row.index(stage), row, gl.int32)
+                _put_number(rows.left.index(stage), left, gl.int32)
+                mbarrier.arrive(rows.full.index(stage))
+                stage, phase = after(stage, phase, AHEAD)
+    mbarrier.wait(rows.empty.index(stage), phase)
+    _put_number(rows.left.index(stage), 0, gl.int32)
+    mbarrier.arrive(rows.full.index(stage))
+
+
+# Pieces of the computation
+
+
+@gluon.jit
+def _row_sums(x):
+    """Sums of rows, [64, 64]: repeatedly adds the second half to the first."""
+    for _ in gl.static_range(5):
+        x = gl.sum(gl.reshape(x, (C, 2, x.shape[1] // 2)), 1)
+    return gl.convert_layout(gl.sum(x, 1), OF_ROWS)
+
+
+@gluon.jit
+def _whole_sum(x):
+    """Of 64 numbers, likewise."""
+    x = gl.convert_layout(x, IN_A_WARP)
+    for _ in gl.static_range(5):
+        x = gl.sum(gl.reshape(x, (2, x.shape[0] // 2)), 0)
+    return gl.sum(x, 0)
+
+
+@gluon.jit
+def _down(x):
+    """Numbers of rows as a column."""
+    return gl.expand_dims(x, 1)
+
+
+@gluon.jit
+def _begun(left, right, acc, TURN_LEFT: gl.constexpr, TURN_RIGHT: gl.constexpr, FRESH: gl.constexpr):
+    """left right, added to acc unless FRESH; in flight. A factor that is turned is transposed."""
+    if TURN_LEFT:
+        left = left.permute((1, 0))
+    if TURN_RIGHT:
+        right = right.permute((1, 0))
+    return warpgroup_mma(left, right, acc, use_acc=not FRESH, is_async=True)
+
+
+@gluon.jit
+def _chain(left, right, TURN_RIGHT: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The chain over the 128 columns of two tiles of `left`, from zero; in flight. Those of `right` begin at
+    tile FIRST."""
+    zeros = gl.zeros((C, C), gl.float32, OF_TILE)
+    acc = _begun(left.index(0), right.index(FIRST), zeros, False, TURN_RIGHT, True)
+    return _begun(left.index(1), right.index(FIRST + 1), acc, False, TURN_RIGHT, False)
+
+
+@gluon.jit
+def _clear(buffer, left):
+    """Zeros the rows of a tile from row `left` on."""
+    i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)), 1)
+    buffer.store(gl.where(i < left, buffer.load(BY_ROWS), 0.0))
+
+
+@gluon.jit
+def _put(x, desc, buffer, place, row, left, column, width):
+    """Store a tile of a result, rounded, through a buffer and TMA; with a mask if it has fewer rows."""
+    if left >= C:
+        buffer.store(x.to(desc.dtype))
+        fence_async_shared()
+        tma_store(desc, [row, column], buffer)
+    else:
+        i = gl.expand_dims(gl.arange(0, C, OF_ROWS), 1)
+        c = gl.expand_dims(gl.arange(0, C, OF_COLUMNS), 0)
+        at = (row + i).to(gl.int64) * width + column + c
+        gl.store(place + at, x.to(desc.dtype), mask=i < left)
+
+
+@gluon.jit
+def _of_states(tiles, WHICH: gl.constexpr):
+    """The sum over V of S D for each of the warpgroup's features."""
+    total = gl.zeros((C,), gl.float32, OF_ROWS)
+    for v in gl.static_range(HALVES):
+        h, dh = tiles.states.index(HALVES * WHICH + v), tiles.dstates.index(HALVES * WHICH + v)
+        if tiles.V_FIRST:
+            h, dh = h.permute((1, 0)), dh.permute((1, 0))
+        total += _row_sums(h.load(OF_TILE).to(gl.float32) * dh.load(OF_TILE).to(gl.float32))
+    return total
+
+
+@gluon.jit
+def _normed(raw, WHICH: gl.constexpr):
+    """(own columns of the normalized rows, not rounded; what rows were divided by, inverted)."""
+    own = raw.index(WHICH).load(OF_TILE).to(gl.float32)
+    other = raw.index(1 - WHICH).load(OF_TILE).to(gl.float32)
+    size = gl.sqrt_rn(_row_sums(own * own + other * other) + _EPS)
+    r = _down(gl.div_rn(gl.full_like(size, 1.0), size))
+    return own * r, r
+
+
+@gluon.jit
+def _norm_gradients(dq, dk, tiles, rows, met, WHICH: gl.constexpr):
+    """dq and dk of rows before the norm. The first warpgroup adds up what is in the direction of the rows of q,
+    the second one for k. Sums are sent where dS and M were, and where q was."""
+    met = rows.meet(met)  # nobody reads these any more
+    of_q = reinterpreted(tiles.scores, gl.float32, [C, C], SENT)
+    of_k = reinterpreted(tiles.q, gl.float32, [C, C], SENT)
+    n_q, r_q = _normed(tiles.raw_q, WHICH)
+    n_k, r_k = _normed(tiles.raw_k, WHICH)
+    if WHICH == 0:
+        of_k.store(n_k * dk)
+        met = rows.meet(met)
+        rows.sums.index(1).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
+    else:
+        of_q.store(n_q * dq)
+        met = rows.meet(met)
+        rows.sums.index(2).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
+    fence_async_shared()  # TMA writes q, and products read dS and M
+    met = rows.meet(met)
+    dq = (dq - n_q * _down(rows.sums.index(1).load(OF_ROWS))) * r_q
+    dk = (dk - n_k * _down(rows.sums.index(2).load(OF_ROWS))) * r_k
+    return dq, dk, met
+
+
+# The warpgroups
+
+
+@gluon.jit
+def _consume(
+    items, tiles, rows, dq_at, dk_at, dv_at, dbeta, dgate, dlast, scale, all_rows,
+    dq_desc, dk_desc, dv_desc, WHICH: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup of tile WHICH of the columns of k and of v."""
+    DTYPE: gl.constexpr = dv_desc.dtype
+    i = gl.expand_dims(gl.arange(0, C, OF_ROWS), 1)
+    j = gl.expand_dims(gl.arange(0, C, OF_COLUMNS), 0)
+    zeros = gl.zeros((C, C), gl.float32, OF_TILE)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    turn, item_turn, met, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    item, row, left = rows.place(stage, phase)
+    while left > 0:
+        dq, dk = zeros, zeros
+        own_row = row + gl.arange(0, C, OF_ROWS)
+        live = gl.arange(0, C, OF_ROWS) < left
+        head = item % items.H
+        for each in range(items.group):
+            hv = head * items.group + each
+            at = own_row.to(gl.int64) * items.HV + hv
+            part = at + (1 + WHICH) * all_rows.to(gl.int64) * items.HV
+            mbarrier.wait(rows.full.index(stage), phase)
+            gate, beta = rows.gate.index(stage).load(OF_ROWS), rows.beta.index(stage).load(OF_ROWS)
+            mbarrier.wait(tiles.full.index(INVERSE), turn)
+            mbarrier.wait(tiles.full.index(DVN), turn)
+            if left < C:
+                _clear(tiles.dr.index(WHICH), left)
+                if WHICH == 0:
+                    _clear(tiles.inverse.index(0), left)
+                if each == 0:
+                    mbarrier.wait(tiles.full.index(KEYS), item_turn)
+                    _clear(tiles.k.index(WHICH), left)
+                    mbarrier.wait(tiles.full.index(QUERIES), item_turn)
+                    _clear(tiles.q.index(WHICH), left)
+                fence_async_shared()
+                met = rows.meet(met)
+            # dr, db and dv
+            dr = _begun(tiles.inverse.index(0), tiles.dr.index(WHICH), zeros, True, False, True)
+            if WHICH == 0:
+                mbarrier.wait(tiles.full.index(DO), turn)
+                mbarrier.wait(tiles.full.index(NEW), turn)
+                scores = _chain(tiles.do, tiles.new, True)
+            dr = warpgroup_mma_wait(2 * (1 - WHICH), deps=(dr,))
+            mbarrier.arrive(tiles.empty.index(INVERSE))
+            mbarrier.wait(tiles.full.index(VALUES), turn)
+            db = _row_sums(dr * tiles.v.index(WHICH).load(OF_TILE).to(gl.float32))
+            if WHICH == 0:
+                rows.sums.index(0).store(db)
+            tiles.dr.index(WHICH).store(dr.to(DTYPE))
+            fence_async_shared()
+            mbarrier.arrive(rows.signals.index(DR))
+            column = (hv * HALVES + WHICH) * C
+            _put(
+                dr * _down(beta), dv_desc, tiles.v.index(WHICH), dv_at, row, left, column,
+                items.HV * (HALVES * C),
+            )  # fmt: skip
+            # dS, or M. The other warpgroup is done with the last ones: it has this dr.
+            decay = gl.exp2(_down(gate) - gl.expand_dims(rows.gate.index(stage).load(OF_COLUMNS), 0))
+            if WHICH == 0:
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                scores = gl.where((i >= j) & _down(live), scores * decay, 0.0).to(DTYPE)
+                mbarrier.wait(rows.signals.index(DR), turn)
+                tiles.scores.index(0).store(scores)
+                fence_async_shared()
+                mbarrier.arrive(rows.signals.index(DS))
+            else:
+                mbarrier.wait(tiles.full.index(NEW), turn)
+                mbarrier.wait(rows.signals.index(DR), turn)
+                change = _chain(tiles.dr, tiles.new, True)
+                mbarrier.wait(tiles.full.index(KEYS), item_turn)
+                kk = _chain(tiles.k, tiles.k, True)
+                # 0 takes the sums of both tiles.
+                db = gl.zeros((C,), gl.float32, OF_ROWS) + rows.sums.index(0).load(OF_ROWS) + db
+                change, kk = warpgroup_mma_wait(0, deps=(change, kk))
+                n = gl.where((i > j) & _down(live), -change * decay, 0.0)
+                both = (n * _down(beta)).to(DTYPE)
+                tiles.scores.index(1).store(both)
+                fence_async_shared()
+                mbarrier.arrive(rows.signals.index(M))
+                gl.store(dbeta + at, db + _row_sums(n * kk), mask=live)
+                if rows.HAS_G:
+                    of_rows = _row_sums(both.to(gl.float32) * kk)
+                    turned = tiles.scores.index(1).permute((1, 0)).load(OF_TILE).to(gl.float32)
+                    gl.store(dgate + at, of_rows - _row_sums(turned * kk), mask=live)
+            # Own columns of k
+            mbarrier.wait(tiles.full.index(DO), turn)
+            mbarrier.wait(tiles.full.index(STATES), turn)
+            z = _chain(tiles.dr, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
+            x = _chain(tiles.do, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
+            mbarrier.wait(tiles.full.index(DSTATES), turn)
+            if rows.HAS_G:
+                of_states = _of_states(tiles, WHICH)
+            x, z = warpgroup_mma_wait(0, deps=(x, z))
+            mbarrier.arrive(tiles.empty.index(STATES))
+            mbarrier.arrive(tiles.empty.index(DVN))
+            mbarrier.arrive(tiles.empty.index(DO))
+            tma.store_wait(0)  # dv of this head; dq and dk of the last item
+            mbarrier.arrive(tiles.empty.index(VALUES))
+            if tiles.NORMED:
+                mbarrier.arrive(tiles.empty.index(RAW), pred=(before > 0) & (each == 0))
+            mbarrier.wait(tiles.full.index(KEYS), item_turn)
+            keys = tiles.k.index(WHICH).load(OF_TILE).to(gl.float32)
+            start = gl.exp2(gate)
+            from_state = start * _row_sums(keys * z)
+            gl.store(dbeta + part, -from_state, mask=live)
+            x = x * _down(start)
+            z = -(z * _down(beta * start))
+            mbarrier.wait(rows.signals.index(DS), turn)
+            x = _begun(tiles.scores.index(0), tiles.k.index(WHICH), x, False, False, False)
+            mbarrier.wait(rows.signals.index(M), turn)
+            z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, False, False, False)
+            z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, True, False, False)
+            x, z = warpgroup_mma_wait(0, deps=(x, z))
+            x = x * scale
+            dq += x
+            dk += z
+            mbarrier.wait(tiles.full.index(QUERIES), item_turn)
+            if rows.HAS_G:
+                of_q = _row_sums(tiles.q.index(WHICH).load(OF_TILE).to(gl.float32) * x)
+            y = _chain(tiles.new, tiles.dstates, not tiles.V_FIRST, HALVES * WHICH)
+            s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
+            y, s = warpgroup_mma_wait(0, deps=(y, s))
+            mbarrier.arrive(tiles.empty.index(NEW))
+            mbarrier.arrive(tiles.empty.index(DSTATES))
+            # The rows of another sequence may be anything.
+            end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
+            y = gl.where(_down(live), y * _down(gl.exp2(end - gate)), 0.0)
+            if rows.HAS_G:
+                last = _whole_sum(_row_sums(keys * y)) + gl.exp2(end) * _whole_sum(of_states)
+                own = item // items.H * items.HV + hv
+                gl.store(dlast + own.to(gl.int64) * HALVES + WHICH, last)
+            y = y + s * scale
+            dk += y
+            if rows.HAS_G:
+                gl.store(dgate + part, of_q - _row_sums(keys * y) - beta * from_state, mask=live)
+            mbarrier.arrive(rows.empty.index(stage))
+            stage, phase = after(stage, phase, AHEAD)
+            turn = turn ^ 1
+        mbarrier.arrive(tiles.empty.index(KEYS))
+        if tiles.NORMED:
+            mbarrier.wait(tiles.full.index(RAW), item_turn)
+            dq, dk, met = _norm_gradients(dq, dk, tiles, rows, met, WHICH)
+        mbarrier.arrive(tiles.empty.index(QUERIES))
+        column, width = (head * HALVES + WHICH) * C, items.H * (HALVES * C)
+        _put(dq, dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
+        _put(dk, dk_desc, tiles.raw_k.index(WHICH), dk_at, row, left, column, width)
+        item_turn, before = item_turn ^ 1, gl.to_tensor(1)
+        item, row, left = rows.place(stage, phase)
+    tma.store_wait(0)
+
+
+@kernel
+def gradients_kernel(
+    dq, dk, dv, dbeta, dgate, dlast, g, beta, cu_seqlens, scale, T, S, H, HV, group, tile_count, all_rows,
+    q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc, dvn_desc, inverse_desc, states_desc,
+    dstates_desc, dq_desc, dk_desc, dv_desc,
+    PACKED: gl.constexpr, HAS_G: gl.constexpr, V_FIRST: gl.constexpr, NORMED: gl.constexpr,
+):  # fmt: skip
+    items = Items(cu_seqlens, T, S, H, HV, group, tile_count, PACKED)
+    tiles = Tiles.create(q_desc, V_FIRST, NORMED)
+    rows = Rows.create(HAS_G)
+    gl.warp_specialize(
+        [(_consume, (items, tiles, rows, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
+                     dq_desc, dk_desc, dv_desc, 0)),
+         (_consume, (items, tiles, rows, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
+                     dq_desc, dk_desc, dv_desc, 1)),
+         (_load_values, (items, tiles, inverse_desc, v_desc, dvn_desc)),
+         (_load_others, (items, tiles, q_desc, k_desc, raw_q_desc, raw_k_desc, do_desc, new_desc,
+                         states_desc, dstates_desc)),
+         (_load_rows, (items, rows, g, beta))],
+        [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
+    )  # fmt: skip
+
+
+# Launcher
+
+
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why this kernel cannot serve a call, or None."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return "tensor cores take bf16 and fp16"
+    if (q.shape[-1], v.shape[-1]) != (WIDTH, WIDTH):
+        return f"K={q.shape[-1]}, V={v.shape[-1]}; each of two warpgroups has 64 of 128 columns"
+    return None
+
+
+def gradients(
+    raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
+    inverse: Tensor, do: Tensor, new: Tensor, dvn: Tensor, states: Tensor, dstates: Tensor,
+    cu_seqlens: Tensor | None, scale: float, v_first: bool, normed: bool, launch: Launch = run, sms: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, the parts of dbeta and of dG [3, rows, HV], and what dG of last rows has in addition [tiles,
+    HV, 2]), where `why_not` is None. q and k are the rows of raw_q and raw_k, divided by their norms if
+    `normed`. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    B, T, HV, _ = v.shape
+    H, parts = q.shape[2], 1 + HALVES.value
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    tiles, all_rows = tiles_of(T, S, cu_seqlens), B * T
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=v.device)
+
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dbeta, dgate, dlast = empty(parts, all_rows, HV), None, None
+    if g2 is not None:
+        dgate, dlast = empty(parts, all_rows, HV), empty(tiles, HV, parts - 1)
+    if all_rows == 0:
+        return dq, dk, dv, dbeta, dgate, dlast
+    by_rows = (rows_of(t) for t in (q, k, raw_q, raw_k, v, do, new, dvn, inverse))
+    by_states = (t.view(-1, t.shape[-1]) for t in (states, dstates))
+    results = (rows_of(t) for t in (dq, dk, dv))
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": AT_LAUNCH, "enable_fp_fusion": False}
+    launch(
+        gradients_kernel, (min(tiles * H, sms or sm_count(v.device)),),
+        dq, dk, dv, dbeta, *(unused(dbeta) if t is None else t for t in (dgate, dlast, g2)), beta,
+        unused(dbeta) if cu_seqlens is None else cu_seqlens,
+        scale, T, S, H, HV, HV // H, tiles, all_rows,
+        *(descriptor(matrix(t), CHUNK, CHUNK) for t in (*by_rows, *by_states, *results)),
+        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=normed, **options,
+    )  # fmt: skip
+    return dq, dk, dv, dbeta, dgate, dlast
