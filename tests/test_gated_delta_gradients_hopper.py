@@ -191,3 +191,52 @@ def test_chunks_of_all_lengths(
 ) -> None:
     args = made(B, T, H, group, "gn", bounds=bounds, dtype=dtype)
     same_bits(on_a_cpu(args), of_the_class(args))
+
+
+@pytest.mark.parametrize("left", [1, 15, 31, 33, 63])
+def test_rows_of_others_may_be_nan(left: int) -> None:
+    """The rows after a chunk are those of another sequence, and after the last one of none."""
+    args = made(1, 132, 1, 2, "gn", bounds=[0, left, 129, 129])
+    right = of_the_class(args)
+    for first, end in ((left, 129), (0, left)):
+        own = {n: x.clone() if isinstance(x, Tensor) else x for n, x in args.items()}
+        for n, x in own.items():
+            if isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == (1, 132):
+                x[:, first:end] = x[:, 129:] = float("nan")
+        found, here = on_a_cpu(own), slice(0, left) if first else slice(left, 129)
+        for n in ("dq", "dk", "dv"):
+            assert torch.equal(found[n][:, here], right[n][:, here]), n
+        for n in ("dbeta", "dgate"):
+            assert torch.equal(found[n][:, here], right[n][:, here]), n
+        tile = slice(0, 1) if first else slice(1, 3)
+        assert torch.equal(found["dlast"][tile], right["dlast"][tile])
+        assert bool((found["dq"][:, 129:] == UNTOUCHED).all())
+
+
+@pytest.mark.parametrize("who", range(5))
+@pytest.mark.parametrize("mode", ["gn", "g"])
+def test_whoever_is_slow_the_bits_are_the_same(
+    mode: str, who: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program, so that all items share its buffers: both warpgroups, the producers of what is needed first
+    and of the rest, and the producer of gates."""
+    args = made(1, 199, 1, 2, mode, bounds=[0, 64, 64, 128, 131, 199])
+    right = of_the_class(args)
+    slowed(monkeypatch, who, (Walked, "store_wait"))
+    same_bits(on_a_cpu(args, 1), right)
+
+
+def test_a_call_without_tokens_launches_nothing() -> None:
+    args = made(0, 64, 1, 1, "g")
+    found = on_a_cpu(args)
+    assert [found[n].numel() for n in NAMES] == [0] * len(NAMES)
+
+
+def test_says_what_it_does_not_serve() -> None:
+    def why(K: int, V: int, dtype: torch.dtype = BF16) -> str | None:
+        q, v = (torch.empty(1, 1, 1, n, dtype=dtype) for n in (K, V))
+        return kernels_hopper_gradients.why_not(q, v)
+
+    assert why(128, 128) is None
+    assert "K=64" in str(why(64, 128)) and "V=256" in str(why(128, 256))
+    assert "bf16" in str(why(128, 128, torch.float32))

@@ -398,16 +398,16 @@ def _clear(buffer, left):
 
 @gluon.jit
 def _put(x, desc, buffer, place, row, left, column, width):
-    """Store a tile of a result, rounded, through a buffer and TMA; with a mask if it has fewer rows."""
+    """Store a tile of a result, rounded, through a buffer: by TMA, or with a mask if it has fewer rows."""
+    buffer.store(x.to(desc.dtype))
+    fence_async_shared()
     if left >= C:
-        buffer.store(x.to(desc.dtype))
-        fence_async_shared()
         tma_store(desc, [row, column], buffer)
     else:
-        i = gl.expand_dims(gl.arange(0, C, OF_ROWS), 1)
-        c = gl.expand_dims(gl.arange(0, C, OF_COLUMNS), 0)
+        i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)), 1)
+        c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, BY_ROWS)), 0)
         at = (row + i).to(gl.int64) * width + column + c
-        gl.store(place + at, x.to(desc.dtype), mask=i < left)
+        gl.store(gl.multiple_of(place + at, (1, 16)), buffer.load(BY_ROWS), mask=i < left)
 
 
 @gluon.jit
@@ -541,7 +541,8 @@ def _consume(
                 mbarrier.arrive(rows.signals.index(M))
                 gl.store(dbeta + at, db + _row_sums(n * kk), mask=live)
                 if rows.HAS_G:
-                    of_rows = _row_sums(both.to(gl.float32) * kk)
+                    # Converting 16-bit numbers in registers takes longer than loading them.
+                    of_rows = _row_sums(tiles.scores.index(1).load(OF_TILE).to(gl.float32) * kk)
                     turned = tiles.scores.index(1).permute((1, 0)).load(OF_TILE).to(gl.float32)
                     gl.store(dgate + at, of_rows - _row_sums(turned * kk), mask=live)
             # Own columns of k
