@@ -184,7 +184,7 @@ class Rows:
     left: gl.shared_memory_descriptor  # [1]: rows of the chunk; 0 after the last item
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor  # [3, 64]: of dr v, first columns; of the norms of q and k
+    sums: gl.shared_memory_descriptor  # [5, 64]: of dr v; of q and k: inverse norms, sums of products
     signals: gl.shared_memory_descriptor
     HAS_G: gl.constexpr
 
@@ -198,7 +198,7 @@ class Rows:
         left = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
         full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
-        sums = gl.allocate_shared_memory(gl.float32, [3, C], ONE_BY_ONE)
+        sums = gl.allocate_shared_memory(gl.float32, [5, C], ONE_BY_ONE)
         signals = gl.allocate_shared_memory(gl.int64, [SIGNALS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(AHEAD):
             mbarrier.init(full.index(i), count=1)
@@ -423,36 +423,39 @@ def _of_states(tiles, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _normed(raw, WHICH: gl.constexpr):
-    """(own columns of the normalized rows, not rounded; what rows were divided by, inverted)."""
-    own = raw.index(WHICH).load(OF_TILE).to(gl.float32)
-    other = raw.index(1 - WHICH).load(OF_TILE).to(gl.float32)
-    size = gl.sqrt_rn(_row_sums(own * own + other * other) + _EPS)
-    r = _down(gl.div_rn(gl.full_like(size, 1.0), size))
-    return own * r, r
+def _inverse_norms(raw):
+    """1 / sqrt(sum + EPS) of the rows of both tiles. Columns c and c + 64 are added first."""
+    one, other = raw.index(0).load(OF_TILE).to(gl.float32), raw.index(1).load(OF_TILE).to(gl.float32)
+    size = gl.sqrt_rn(_row_sums(one * one + other * other) + _EPS)
+    return gl.div_rn(gl.full_like(size, 1.0), size)
 
 
 @gluon.jit
 def _norm_gradients(dq, dk, tiles, rows, met, WHICH: gl.constexpr):
-    """dq and dk of rows before the norm. The first warpgroup adds up what is in the direction of the rows of q,
-    the second one for k. Sums are sent where dS and M were, and where q was."""
-    met = rows.meet(met)  # nobody reads these any more
+    """dq and dk of rows before the norm. The first warpgroup has sums over all of K for the rows of q, the
+    second one for those of k. Products are sent where dS and M were, and where q was."""
     of_q = reinterpreted(tiles.scores, gl.float32, [C, C], SENT)
     of_k = reinterpreted(tiles.q, gl.float32, [C, C], SENT)
-    n_q, r_q = _normed(tiles.raw_q, WHICH)
-    n_k, r_k = _normed(tiles.raw_k, WHICH)
+    if WHICH == 0:
+        rows.sums.index(1).store(_inverse_norms(tiles.raw_q))
+    else:
+        rows.sums.index(2).store(_inverse_norms(tiles.raw_k))
+    met = rows.meet(met)  # nobody reads dS, M and q any more
+    r_q, r_k = _down(rows.sums.index(1).load(OF_ROWS)), _down(rows.sums.index(2).load(OF_ROWS))
+    n_q = tiles.raw_q.index(WHICH).load(OF_TILE).to(gl.float32) * r_q
+    n_k = tiles.raw_k.index(WHICH).load(OF_TILE).to(gl.float32) * r_k
     if WHICH == 0:
         of_k.store(n_k * dk)
         met = rows.meet(met)
-        rows.sums.index(1).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
+        rows.sums.index(3).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
     else:
         of_q.store(n_q * dq)
         met = rows.meet(met)
-        rows.sums.index(2).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
+        rows.sums.index(4).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
     fence_async_shared()  # TMA writes q, and products read dS and M
     met = rows.meet(met)
-    dq = (dq - n_q * _down(rows.sums.index(1).load(OF_ROWS))) * r_q
-    dk = (dk - n_k * _down(rows.sums.index(2).load(OF_ROWS))) * r_k
+    dq = (dq - n_q * _down(rows.sums.index(3).load(OF_ROWS))) * r_q
+    dk = (dk - n_k * _down(rows.sums.index(4).load(OF_ROWS))) * r_k
     return dq, dk, met
 
 
@@ -551,12 +554,15 @@ def _consume(
             z = _chain(tiles.dr, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
             x = _chain(tiles.do, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
             mbarrier.wait(tiles.full.index(DSTATES), turn)
+            y = _chain(tiles.new, tiles.dstates, not tiles.V_FIRST, HALVES * WHICH)
             if rows.HAS_G:
                 of_states = _of_states(tiles, WHICH)
-            x, z = warpgroup_mma_wait(0, deps=(x, z))
-            mbarrier.arrive(tiles.empty.index(STATES))
+            x, y, z = warpgroup_mma_wait(0, deps=(x, y, z))
             mbarrier.arrive(tiles.empty.index(DVN))
             mbarrier.arrive(tiles.empty.index(DO))
+            mbarrier.arrive(tiles.empty.index(NEW))
+            mbarrier.arrive(tiles.empty.index(STATES))
+            mbarrier.arrive(tiles.empty.index(DSTATES))
             tma.store_wait(0)  # dv of this head; dq and dk of the last item
             mbarrier.arrive(tiles.empty.index(VALUES))
             if tiles.NORMED:
@@ -574,17 +580,15 @@ def _consume(
             z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, False, False, False)
             z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, True, False, False)
             x, z = warpgroup_mma_wait(0, deps=(x, z))
+            mbarrier.arrive(tiles.empty.index(KEYS), pred=each == items.group - 1)
             x = x * scale
             dq += x
             dk += z
             mbarrier.wait(tiles.full.index(QUERIES), item_turn)
             if rows.HAS_G:
                 of_q = _row_sums(tiles.q.index(WHICH).load(OF_TILE).to(gl.float32) * x)
-            y = _chain(tiles.new, tiles.dstates, not tiles.V_FIRST, HALVES * WHICH)
             s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
-            y, s = warpgroup_mma_wait(0, deps=(y, s))
-            mbarrier.arrive(tiles.empty.index(NEW))
-            mbarrier.arrive(tiles.empty.index(DSTATES))
+            s = warpgroup_mma_wait(0, deps=(s,))
             # The rows of another sequence may be anything.
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
             y = gl.where(_down(live), y * _down(gl.exp2(end - gate)), 0.0)
@@ -599,7 +603,6 @@ def _consume(
             mbarrier.arrive(rows.empty.index(stage))
             stage, phase = after(stage, phase, AHEAD)
             turn = turn ^ 1
-        mbarrier.arrive(tiles.empty.index(KEYS))
         if tiles.NORMED:
             mbarrier.wait(tiles.full.index(RAW), item_turn)
             dq, dk, met = _norm_gradients(dq, dk, tiles, rows, met, WHICH)
@@ -618,7 +621,10 @@ def gradients_kernel(
     q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc, dvn_desc, inverse_desc, states_desc,
     dstates_desc, dq_desc, dk_desc, dv_desc,
     PACKED: gl.constexpr, HAS_G: gl.constexpr, V_FIRST: gl.constexpr, NORMED: gl.constexpr,
+    ALONE: gl.constexpr,
 ):  # fmt: skip
+    if ALONE:  # then sums over heads need no registers while a head is computed
+        group = gl.to_tensor(1)
     items = Items(cu_seqlens, T, S, H, HV, group, tile_count, PACKED)
     tiles = Tiles.create(q_desc, V_FIRST, NORMED)
     rows = Rows.create(HAS_G)
@@ -680,6 +686,7 @@ def gradients(
         unused(dbeta) if cu_seqlens is None else cu_seqlens,
         scale, T, S, H, HV, HV // H, tiles, all_rows,
         *(descriptor(matrix(t), CHUNK, CHUNK) for t in (*by_rows, *by_states, *results)),
-        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=normed, **options,
+        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=normed, ALONE=H == HV,
+        **options,
     )  # fmt: skip
     return dq, dk, dv, dbeta, dgate, dlast
