@@ -73,21 +73,13 @@ WIDTH = CHUNK * HALVES.value
 OF_TILE = gl.constexpr(accumulator_layout(CHUNK))
 OF_ROWS, OF_COLUMNS = (gl.constexpr(gl.SliceLayout(axis, OF_TILE.value)) for axis in (1, 0))
 ALONG = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-IN_A_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+IN_A_WARP = gl.constexpr(gl.BlockedLayout([2, 2], [32, 1], [4, 1], [1, 0]))
 
 #: Numbers of rows in shared memory.
 ONE_BY_ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 #: fp32 tiles that one warpgroup sends to the other: 32 bytes of eight rows lie in different banks.
 SENT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-
-#: The buffers, by the numbers of their barriers. Those from KEYS on are loaded once for an item.
-INVERSE, VALUES, DVN, DO, NEW, STATES, DSTATES, KEYS, QUERIES, RAW = (gl.constexpr(n) for n in range(10))
-BUFFERS = gl.constexpr(10)
-
-#: What the warpgroups tell each other, by the numbers of the barriers: dr is there; dS is; M is; both are here.
-DR, DS, M, MEET = (gl.constexpr(n) for n in range(4))
-SIGNALS = gl.constexpr(4)
 
 #: Gates and betas of how many value heads are loaded ahead.
 AHEAD = gl.constexpr(2)
@@ -125,8 +117,7 @@ class Items:
 
 @record
 class Tiles:
-    """The buffers of tiles [64, 64], and their barriers. `full`: the tiles have arrived; `empty`: both
-    warpgroups are done with them."""
+    """The buffers of tiles [64, 64]."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -139,9 +130,7 @@ class Tiles:
     inverse: gl.shared_memory_descriptor
     states: gl.shared_memory_descriptor  # tile 2 k + v
     dstates: gl.shared_memory_descriptor
-    scores: gl.shared_memory_descriptor  # dS and M, [2, 64, 64]
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor  # dS and M
     V_FIRST: gl.constexpr
     NORMED: gl.constexpr
 
@@ -160,15 +149,54 @@ class Tiles:
         states = gl.allocate_shared_memory(desc.dtype, [HALVES * HALVES, C, C], desc.layout)
         dstates = gl.allocate_shared_memory(desc.dtype, [HALVES * HALVES, C, C], desc.layout)
         scores = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(BUFFERS):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=2)
-        fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return Tiles(
-            q, k, raw_q, raw_k, do, new, dr, v, inverse, states, dstates, scores, full, empty, V_FIRST, NORMED
+            q, k, raw_q, raw_k, do, new, dr, v, inverse, states, dstates, scores, V_FIRST, NORMED
         )
+
+
+@gluon.jit
+def _barrier(COUNT: gl.constexpr):
+    """One barrier, in memory of its own: the compiler makes a warpgroup wait for its own threads between two
+    uses of the same memory."""
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar.index(0), count=COUNT)
+    return bar.index(0)
+
+
+@record
+class Barriers:
+    """What has arrived; what both warpgroups are done with; and what they tell each other."""
+
+    first: gl.shared_memory_descriptor  # T and dvn have arrived
+    values: gl.shared_memory_descriptor  # v
+    pair: gl.shared_memory_descriptor  # do and new values
+    states: gl.shared_memory_descriptor  # S and D
+    keys: gl.shared_memory_descriptor
+    queries: gl.shared_memory_descriptor
+    raw: gl.shared_memory_descriptor
+    head_free: gl.shared_memory_descriptor  # all tiles of a value head, and those of the results before it
+    keys_free: gl.shared_memory_descriptor
+    queries_free: gl.shared_memory_descriptor
+    has_dr: gl.shared_memory_descriptor  # dr is there
+    has_ds: gl.shared_memory_descriptor
+    has_m: gl.shared_memory_descriptor
+    here: gl.shared_memory_descriptor  # both warpgroups
+
+    @gluon.jit
+    def create():
+        made = Barriers(
+            _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1),
+            _barrier(2), _barrier(2), _barrier(2), _barrier(2), _barrier(1), _barrier(1), _barrier(2),
+        )  # fmt: skip
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
+        return made
+
+    @gluon.jit
+    def meet(self, met):
+        """Both warpgroups go on when both are here."""
+        mbarrier.arrive(self.here)
+        mbarrier.wait(self.here, met)
+        return met ^ 1
 
 
 @record
@@ -185,7 +213,6 @@ class Rows:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor  # [5, 64]: of dr v; of q and k: inverse norms, sums of products
-    signals: gl.shared_memory_descriptor
     HAS_G: gl.constexpr
 
     @gluon.jit
@@ -199,16 +226,11 @@ class Rows:
         full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
         sums = gl.allocate_shared_memory(gl.float32, [5, C], ONE_BY_ONE)
-        signals = gl.allocate_shared_memory(gl.int64, [SIGNALS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(AHEAD):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=2)
-        mbarrier.init(signals.index(DR), count=2)
-        mbarrier.init(signals.index(DS), count=1)
-        mbarrier.init(signals.index(M), count=1)
-        mbarrier.init(signals.index(MEET), count=2)
         fence_async_shared()
-        return Rows(gate, beta, end, item, row, left, full, empty, sums, signals, HAS_G)
+        return Rows(gate, beta, end, item, row, left, full, empty, sums, HAS_G)
 
     @gluon.jit
     def place(self, stage, phase):
@@ -219,65 +241,36 @@ class Rows:
         left = gl.max(self.left.index(stage).load(ONE_OF_FOUR), 0)
         return item, row, left
 
-    @gluon.jit
-    def meet(self, met):
-        """Both warpgroups go on when both are here."""
-        mbarrier.arrive(self.signals.index(MEET))
-        mbarrier.wait(self.signals.index(MEET), met)
-        return met ^ 1
-
 
 # Loads
 
 
 @gluon.jit
-def _load_halves(desc, tiles, buffer, row, column, turn, WHICH: gl.constexpr):
-    """Two tiles of 64 rows, as soon as there is room."""
-    bar = tiles.full.index(WHICH)
-    mbarrier.wait(tiles.empty.index(WHICH), turn ^ 1)
-    mbarrier.expect(bar, HALVES * desc.block_type.nbytes)
+def _load_halves(desc, bar, buffer, row, column):
+    """Two tiles of 64 rows."""
     for half in gl.static_range(HALVES):
         tma_load(desc, [row, column + half * C], bar, buffer.index(half))
 
 
 @gluon.jit
-def _load_state(desc, tiles, buffer, state, turn, WHICH: gl.constexpr):
+def _load_state(desc, bar, buffer, state, V_FIRST: gl.constexpr):
     """The four tiles of a state."""
-    bar = tiles.full.index(WHICH)
-    mbarrier.wait(tiles.empty.index(WHICH), turn ^ 1)
-    mbarrier.expect(bar, HALVES * HALVES * desc.block_type.nbytes)
     row = state * (HALVES * C)
     for k in gl.static_range(HALVES):
         for v in gl.static_range(HALVES):
-            if tiles.V_FIRST:
+            if V_FIRST:
                 tma_load(desc, [row + v * C, k * C], bar, buffer.index(HALVES * k + v))
             else:
                 tma_load(desc, [row + k * C, v * C], bar, buffer.index(HALVES * k + v))
 
 
 @gluon.jit
-def _load_values(items, tiles, inverse_desc, v_desc, dvn_desc):
-    """The producer of what a head needs first, in the order in which buffers become free."""
-    turn = gl.to_tensor(0)
-    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        row, left = items.place(t)
-        if left > 0:
-            for each in range(items.group):
-                hv = t % items.H * items.group + each
-                bar = tiles.full.index(INVERSE)
-                mbarrier.wait(tiles.empty.index(INVERSE), turn ^ 1)
-                mbarrier.expect(bar, inverse_desc.block_type.nbytes)
-                tma_load(inverse_desc, [row, hv * C], bar, tiles.inverse.index(0))
-                _load_halves(v_desc, tiles, tiles.v, row, hv * (HALVES * C), turn, VALUES)
-                _load_halves(dvn_desc, tiles, tiles.dr, row, hv * (HALVES * C), turn, DVN)
-                turn = turn ^ 1
-
-
-@gluon.jit
-def _load_others(
-    items, tiles, q_desc, k_desc, raw_q_desc, raw_k_desc, do_desc, new_desc, states_desc, dstates_desc
-):
-    """The producer of the rest, likewise."""
+def _load_tiles(
+    items, tiles, bars, q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc, dvn_desc,
+    inverse_desc, states_desc, dstates_desc,
+):  # fmt: skip
+    """The producer of tiles, in the order in which their buffers become free."""
+    TILE: gl.constexpr = q_desc.block_type.nbytes
     turn, item_turn = gl.to_tensor(0), gl.to_tensor(0)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
         row, left = items.place(t)
@@ -285,24 +278,34 @@ def _load_others(
             head = t % items.H
             for each in range(items.group):
                 hv = head * items.group + each
-                _load_halves(do_desc, tiles, tiles.do, row, hv * (HALVES * C), turn, DO)
-                _load_halves(new_desc, tiles, tiles.new, row, hv * (HALVES * C), turn, NEW)
-                state = t // items.H * items.HV + hv
-                _load_state(states_desc, tiles, tiles.states, state, turn, STATES)
-                _load_state(dstates_desc, tiles, tiles.dstates, state, turn, DSTATES)
-                turn = turn ^ 1
+                state, column = t // items.H * items.HV + hv, hv * (HALVES * C)
+                mbarrier.wait(bars.head_free, turn ^ 1)  # a fresh barrier counts as one whose phase 1 is over
+                mbarrier.expect(bars.first, (1 + HALVES) * TILE)
+                tma_load(inverse_desc, [row, hv * C], bars.first, tiles.inverse.index(0))
+                _load_halves(dvn_desc, bars.first, tiles.dr, row, column)
+                mbarrier.expect(bars.pair, 2 * HALVES * TILE)
+                _load_halves(do_desc, bars.pair, tiles.do, row, column)
+                _load_halves(new_desc, bars.pair, tiles.new, row, column)
+                mbarrier.expect(bars.values, HALVES * TILE)
+                _load_halves(v_desc, bars.values, tiles.v, row, column)
+                mbarrier.expect(bars.states, 2 * HALVES * HALVES * TILE)
+                _load_state(states_desc, bars.states, tiles.states, state, tiles.V_FIRST)
+                _load_state(dstates_desc, bars.states, tiles.dstates, state, tiles.V_FIRST)
                 if each == 0:
                     column = head * (HALVES * C)
-                    _load_halves(k_desc, tiles, tiles.k, row, column, item_turn, KEYS)
-                    _load_halves(q_desc, tiles, tiles.q, row, column, item_turn, QUERIES)
+                    mbarrier.wait(bars.keys_free, item_turn ^ 1)
+                    mbarrier.expect(bars.keys, HALVES * TILE)
+                    _load_halves(k_desc, bars.keys, tiles.k, row, column)
+                    mbarrier.wait(bars.queries_free, item_turn ^ 1)
+                    mbarrier.expect(bars.queries, HALVES * TILE)
+                    _load_halves(q_desc, bars.queries, tiles.q, row, column)
                     if tiles.NORMED:
-                        bar = tiles.full.index(RAW)
-                        mbarrier.wait(tiles.empty.index(RAW), item_turn ^ 1)
-                        mbarrier.expect(bar, 2 * HALVES * raw_q_desc.block_type.nbytes)
-                        for half in gl.static_range(HALVES):
-                            tma_load(raw_q_desc, [row, column + half * C], bar, tiles.raw_q.index(half))
-                            tma_load(raw_k_desc, [row, column + half * C], bar, tiles.raw_k.index(half))
+                        mbarrier.wait(bars.head_free, turn)  # of this head: results of the last item have left
+                        mbarrier.expect(bars.raw, 2 * HALVES * TILE)
+                        _load_halves(raw_q_desc, bars.raw, tiles.raw_q, row, column)
+                        _load_halves(raw_k_desc, bars.raw, tiles.raw_k, row, column)
                     item_turn = item_turn ^ 1
+                turn = turn ^ 1
 
 
 @gluon.jit
@@ -356,12 +359,15 @@ def _row_sums(x):
 
 
 @gluon.jit
-def _whole_sum(x):
-    """Of 64 numbers, likewise."""
-    x = gl.convert_layout(x, IN_A_WARP)
+def _whole_sum(x, y, factor):
+    """The sum of x, and that of y times a factor, together; likewise."""
+    both = gl.convert_layout(gl.join(x, y), IN_A_WARP)
     for _ in gl.static_range(5):
-        x = gl.sum(gl.reshape(x, (2, x.shape[0] // 2)), 0)
-    return gl.sum(x, 0)
+        both = gl.sum(gl.reshape(both, (2, both.shape[0] // 2, 2)), 0)
+    both = gl.sum(both, 0)
+    first = gl.arange(0, 2, gl.SliceLayout(0, IN_A_WARP)) == 0
+    both = gl.convert_layout(both, gl.SliceLayout(0, IN_A_WARP))
+    return gl.sum(gl.where(first, both, both * factor), 0)
 
 
 @gluon.jit
@@ -431,7 +437,7 @@ def _inverse_norms(raw):
 
 
 @gluon.jit
-def _norm_gradients(dq, dk, tiles, rows, met, WHICH: gl.constexpr):
+def _norm_gradients(dq, dk, tiles, rows, bars, met, WHICH: gl.constexpr):
     """dq and dk of rows before the norm. The first warpgroup has sums over all of K for the rows of q, the
     second one for those of k. Products are sent where dS and M were, and where q was."""
     of_q = reinterpreted(tiles.scores, gl.float32, [C, C], SENT)
@@ -440,20 +446,20 @@ def _norm_gradients(dq, dk, tiles, rows, met, WHICH: gl.constexpr):
         rows.sums.index(1).store(_inverse_norms(tiles.raw_q))
     else:
         rows.sums.index(2).store(_inverse_norms(tiles.raw_k))
-    met = rows.meet(met)  # nobody reads dS, M and q any more
+    met = bars.meet(met)  # nobody reads dS, M and q any more
     r_q, r_k = _down(rows.sums.index(1).load(OF_ROWS)), _down(rows.sums.index(2).load(OF_ROWS))
     n_q = tiles.raw_q.index(WHICH).load(OF_TILE).to(gl.float32) * r_q
     n_k = tiles.raw_k.index(WHICH).load(OF_TILE).to(gl.float32) * r_k
     if WHICH == 0:
         of_k.store(n_k * dk)
-        met = rows.meet(met)
+        met = bars.meet(met)
         rows.sums.index(3).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
     else:
         of_q.store(n_q * dq)
-        met = rows.meet(met)
+        met = bars.meet(met)
         rows.sums.index(4).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
     fence_async_shared()  # TMA writes q, and products read dS and M
-    met = rows.meet(met)
+    met = bars.meet(met)
     dq = (dq - n_q * _down(rows.sums.index(3).load(OF_ROWS))) * r_q
     dk = (dk - n_k * _down(rows.sums.index(4).load(OF_ROWS))) * r_k
     return dq, dk, met
@@ -464,7 +470,7 @@ def _norm_gradients(dq, dk, tiles, rows, met, WHICH: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    items, tiles, rows, dq_at, dk_at, dv_at, dbeta, dgate, dlast, scale, all_rows,
+    items, tiles, rows, bars, dq_at, dk_at, dv_at, dbeta, dgate, dlast, scale, all_rows,
     dq_desc, dk_desc, dv_desc, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of tile WHICH of the columns of k and of v."""
@@ -473,7 +479,7 @@ def _consume(
     j = gl.expand_dims(gl.arange(0, C, OF_COLUMNS), 0)
     zeros = gl.zeros((C, C), gl.float32, OF_TILE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    turn, item_turn, met, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    turn, item_turn, met = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     item, row, left = rows.place(stage, phase)
     while left > 0:
         dq, dk = zeros, zeros
@@ -486,34 +492,31 @@ def _consume(
             part = at + (1 + WHICH) * all_rows.to(gl.int64) * items.HV
             mbarrier.wait(rows.full.index(stage), phase)
             gate, beta = rows.gate.index(stage).load(OF_ROWS), rows.beta.index(stage).load(OF_ROWS)
-            mbarrier.wait(tiles.full.index(INVERSE), turn)
-            mbarrier.wait(tiles.full.index(DVN), turn)
+            mbarrier.wait(bars.first, turn)
             if left < C:
                 _clear(tiles.dr.index(WHICH), left)
                 if WHICH == 0:
                     _clear(tiles.inverse.index(0), left)
                 if each == 0:
-                    mbarrier.wait(tiles.full.index(KEYS), item_turn)
+                    mbarrier.wait(bars.keys, item_turn)
                     _clear(tiles.k.index(WHICH), left)
-                    mbarrier.wait(tiles.full.index(QUERIES), item_turn)
+                    mbarrier.wait(bars.queries, item_turn)
                     _clear(tiles.q.index(WHICH), left)
                 fence_async_shared()
-                met = rows.meet(met)
+                met = bars.meet(met)
             # dr, db and dv
             dr = _begun(tiles.inverse.index(0), tiles.dr.index(WHICH), zeros, True, False, True)
             if WHICH == 0:
-                mbarrier.wait(tiles.full.index(DO), turn)
-                mbarrier.wait(tiles.full.index(NEW), turn)
+                mbarrier.wait(bars.pair, turn)
                 scores = _chain(tiles.do, tiles.new, True)
             dr = warpgroup_mma_wait(2 * (1 - WHICH), deps=(dr,))
-            mbarrier.arrive(tiles.empty.index(INVERSE))
-            mbarrier.wait(tiles.full.index(VALUES), turn)
+            mbarrier.wait(bars.values, turn)
             db = _row_sums(dr * tiles.v.index(WHICH).load(OF_TILE).to(gl.float32))
             if WHICH == 0:
                 rows.sums.index(0).store(db)
             tiles.dr.index(WHICH).store(dr.to(DTYPE))
             fence_async_shared()
-            mbarrier.arrive(rows.signals.index(DR))
+            mbarrier.arrive(bars.has_dr)
             column = (hv * HALVES + WHICH) * C
             _put(
                 dr * _down(beta), dv_desc, tiles.v.index(WHICH), dv_at, row, left, column,
@@ -524,15 +527,15 @@ def _consume(
             if WHICH == 0:
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 scores = gl.where((i >= j) & _down(live), scores * decay, 0.0).to(DTYPE)
-                mbarrier.wait(rows.signals.index(DR), turn)
+                mbarrier.wait(bars.has_dr, turn)
                 tiles.scores.index(0).store(scores)
                 fence_async_shared()
-                mbarrier.arrive(rows.signals.index(DS))
+                mbarrier.arrive(bars.has_ds)
             else:
-                mbarrier.wait(tiles.full.index(NEW), turn)
-                mbarrier.wait(rows.signals.index(DR), turn)
+                mbarrier.wait(bars.pair, turn)
+                mbarrier.wait(bars.has_dr, turn)
                 change = _chain(tiles.dr, tiles.new, True)
-                mbarrier.wait(tiles.full.index(KEYS), item_turn)
+                mbarrier.wait(bars.keys, item_turn)
                 kk = _chain(tiles.k, tiles.k, True)
                 # 0 takes the sums of both tiles.
                 db = gl.zeros((C,), gl.float32, OF_ROWS) + rows.sums.index(0).load(OF_ROWS) + db
@@ -541,7 +544,7 @@ def _consume(
                 both = (n * _down(beta)).to(DTYPE)
                 tiles.scores.index(1).store(both)
                 fence_async_shared()
-                mbarrier.arrive(rows.signals.index(M))
+                mbarrier.arrive(bars.has_m)
                 gl.store(dbeta + at, db + _row_sums(n * kk), mask=live)
                 if rows.HAS_G:
                     # Converting 16-bit numbers in registers takes longer than loading them.
@@ -549,42 +552,33 @@ def _consume(
                     turned = tiles.scores.index(1).permute((1, 0)).load(OF_TILE).to(gl.float32)
                     gl.store(dgate + at, of_rows - _row_sums(turned * kk), mask=live)
             # Own columns of k
-            mbarrier.wait(tiles.full.index(DO), turn)
-            mbarrier.wait(tiles.full.index(STATES), turn)
+            mbarrier.wait(bars.states, turn)
             z = _chain(tiles.dr, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
             x = _chain(tiles.do, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
-            mbarrier.wait(tiles.full.index(DSTATES), turn)
             y = _chain(tiles.new, tiles.dstates, not tiles.V_FIRST, HALVES * WHICH)
             if rows.HAS_G:
                 of_states = _of_states(tiles, WHICH)
             x, y, z = warpgroup_mma_wait(0, deps=(x, y, z))
-            mbarrier.arrive(tiles.empty.index(DVN))
-            mbarrier.arrive(tiles.empty.index(DO))
-            mbarrier.arrive(tiles.empty.index(NEW))
-            mbarrier.arrive(tiles.empty.index(STATES))
-            mbarrier.arrive(tiles.empty.index(DSTATES))
-            tma.store_wait(0)  # dv of this head; dq and dk of the last item
-            mbarrier.arrive(tiles.empty.index(VALUES))
-            if tiles.NORMED:
-                mbarrier.arrive(tiles.empty.index(RAW), pred=(before > 0) & (each == 0))
-            mbarrier.wait(tiles.full.index(KEYS), item_turn)
+            tma.store_wait(0)  # dv of this head, dq and dk of the last item
+            mbarrier.arrive(bars.head_free)
+            mbarrier.wait(bars.keys, item_turn)
             keys = tiles.k.index(WHICH).load(OF_TILE).to(gl.float32)
             start = gl.exp2(gate)
             from_state = start * _row_sums(keys * z)
             gl.store(dbeta + part, -from_state, mask=live)
             x = x * _down(start)
             z = -(z * _down(beta * start))
-            mbarrier.wait(rows.signals.index(DS), turn)
+            mbarrier.wait(bars.has_ds, turn)
             x = _begun(tiles.scores.index(0), tiles.k.index(WHICH), x, False, False, False)
-            mbarrier.wait(rows.signals.index(M), turn)
+            mbarrier.wait(bars.has_m, turn)
             z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, False, False, False)
             z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, True, False, False)
             x, z = warpgroup_mma_wait(0, deps=(x, z))
-            mbarrier.arrive(tiles.empty.index(KEYS), pred=each == items.group - 1)
+            mbarrier.arrive(bars.keys_free, pred=each == items.group - 1)
             x = x * scale
             dq += x
             dk += z
-            mbarrier.wait(tiles.full.index(QUERIES), item_turn)
+            mbarrier.wait(bars.queries, item_turn)
             if rows.HAS_G:
                 of_q = _row_sums(tiles.q.index(WHICH).load(OF_TILE).to(gl.float32) * x)
             s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
@@ -593,7 +587,7 @@ def _consume(
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
             y = gl.where(_down(live), y * _down(gl.exp2(end - gate)), 0.0)
             if rows.HAS_G:
-                last = _whole_sum(_row_sums(keys * y)) + gl.exp2(end) * _whole_sum(of_states)
+                last = _whole_sum(_row_sums(keys * y), of_states, gl.exp2(end))
                 own = item // items.H * items.HV + hv
                 gl.store(dlast + own.to(gl.int64) * HALVES + WHICH, last)
             y = y + s * scale
@@ -604,13 +598,13 @@ def _consume(
             stage, phase = after(stage, phase, AHEAD)
             turn = turn ^ 1
         if tiles.NORMED:
-            mbarrier.wait(tiles.full.index(RAW), item_turn)
-            dq, dk, met = _norm_gradients(dq, dk, tiles, rows, met, WHICH)
-        mbarrier.arrive(tiles.empty.index(QUERIES))
+            mbarrier.wait(bars.raw, item_turn)
+            dq, dk, met = _norm_gradients(dq, dk, tiles, rows, bars, met, WHICH)
+        mbarrier.arrive(bars.queries_free)
         column, width = (head * HALVES + WHICH) * C, items.H * (HALVES * C)
         _put(dq, dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
         _put(dk, dk_desc, tiles.raw_k.index(WHICH), dk_at, row, left, column, width)
-        item_turn, before = item_turn ^ 1, gl.to_tensor(1)
+        item_turn = item_turn ^ 1
         item, row, left = rows.place(stage, phase)
     tma.store_wait(0)
 
@@ -628,17 +622,16 @@ def gradients_kernel(
     items = Items(cu_seqlens, T, S, H, HV, group, tile_count, PACKED)
     tiles = Tiles.create(q_desc, V_FIRST, NORMED)
     rows = Rows.create(HAS_G)
+    bars = Barriers.create()
     gl.warp_specialize(
-        [(_consume, (items, tiles, rows, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
+        [(_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
                      dq_desc, dk_desc, dv_desc, 0)),
-         (_consume, (items, tiles, rows, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
+         (_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
                      dq_desc, dk_desc, dv_desc, 1)),
-         (_load_values, (items, tiles, inverse_desc, v_desc, dvn_desc)),
-         (_load_others, (items, tiles, q_desc, k_desc, raw_q_desc, raw_k_desc, do_desc, new_desc,
-                         states_desc, dstates_desc)),
+         (_load_tiles, (items, tiles, bars, q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc,
+                        dvn_desc, inverse_desc, states_desc, dstates_desc)),
          (_load_rows, (items, rows, g, beta))],
-        [4, 1, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
+        [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
     )  # fmt: skip
 
 
