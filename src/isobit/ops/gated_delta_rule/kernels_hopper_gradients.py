@@ -431,6 +431,17 @@ def _of_states(tiles, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live):
+    """The first parts of dbeta and dG: what they have from N and M."""
+    gl.store(dbeta + at, db + _row_sums(n * kk), mask=live)
+    if rows.HAS_G:
+        m = tiles.scores.index(1)  # to load 16-bit numbers is faster than to convert them in registers
+        of_rows = _row_sums(m.load(OF_TILE).to(gl.float32) * kk)
+        of_columns = _row_sums(m.permute((1, 0)).load(OF_TILE).to(gl.float32) * kk)  # kk is symmetric
+        gl.store(dgate + at, of_rows - of_columns, mask=live)
+
+
+@gluon.jit
 def _inverse_norms(raw):
     """1 / sqrt(sum + EPS) of the rows of both tiles. Columns c and c + 64 are added first."""
     one, other = raw.index(0).load(OF_TILE).to(gl.float32), raw.index(1).load(OF_TILE).to(gl.float32)
@@ -473,7 +484,7 @@ def _norm_gradients(dq, dk, tiles, rows, bars, met, WHICH: gl.constexpr):
 @gluon.jit
 def _consume(
     items, tiles, rows, bars, dq_at, dk_at, dv_at, dbeta, dgate, dlast, scale, all_rows,
-    dq_desc, dk_desc, dv_desc, WHICH: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, ALONE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of tile WHICH of the columns of k and of v."""
     DTYPE: gl.constexpr = dv_desc.dtype
@@ -547,6 +558,8 @@ def _consume(
                 tiles.scores.index(1).store(both)
                 fence_async_shared()
                 mbarrier.arrive(bars.has_m)
+                if not ALONE:
+                    _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
             # Own columns of k
             mbarrier.wait(bars.states, turn)
             z = _chain(tiles.dr, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
@@ -557,13 +570,8 @@ def _consume(
                     rows.sums.index(1).store(_of_states(tiles, 1))
                     mbarrier.arrive(bars.has_sums)
                     of_states = _of_states(tiles, 0)
-            else:
-                gl.store(dbeta + at, db + _row_sums(n * kk), mask=live)
-                if rows.HAS_G:
-                    # Converting 16-bit numbers in registers takes longer than loading them.
-                    of_rows = _row_sums(tiles.scores.index(1).load(OF_TILE).to(gl.float32) * kk)
-                    turned = tiles.scores.index(1).permute((1, 0)).load(OF_TILE).to(gl.float32)
-                    gl.store(dgate + at, of_rows - _row_sums(turned * kk), mask=live)
+            elif ALONE:
+                _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
             x, y, z = warpgroup_mma_wait(0, deps=(x, y, z))
             tma.store_wait(0)  # dv of this head, dq and dk of the last item
             mbarrier.arrive(bars.head_free)
@@ -580,14 +588,17 @@ def _consume(
             z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, False, False, False)
             z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, True, False, False)
             mbarrier.wait(bars.queries, item_turn)
-            s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
-            x, z = warpgroup_mma_wait(1, deps=(x, z))
+            if ALONE:
+                s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
+            x, z = warpgroup_mma_wait(1 if ALONE else 0, deps=(x, z))
             mbarrier.arrive(bars.keys_free, pred=each == items.group - 1)
             x = x * scale
             dq += x
             dk += z
             if rows.HAS_G:
                 of_q = _row_sums(tiles.q.index(WHICH).load(OF_TILE).to(gl.float32) * x)
+            if not ALONE:
+                s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
             s = warpgroup_mma_wait(0, deps=(s,))
             # The rows of another sequence may be anything.
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
@@ -634,9 +645,9 @@ def gradients_kernel(
     bars = Barriers.create()
     gl.warp_specialize(
         [(_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
-                     dq_desc, dk_desc, dv_desc, 0)),
+                     dq_desc, dk_desc, dv_desc, ALONE, 0)),
          (_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
-                     dq_desc, dk_desc, dv_desc, 1)),
+                     dq_desc, dk_desc, dv_desc, ALONE, 1)),
          (_load_tiles, (items, tiles, bars, q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc,
                         dvn_desc, inverse_desc, states_desc, dstates_desc)),
          (_load_rows, (items, rows, g, beta))],
