@@ -214,13 +214,13 @@ def test_rows_of_others_may_be_nan(left: int) -> None:
 
 
 @pytest.mark.parametrize("who", range(4))
-@pytest.mark.parametrize("mode", ["gn", "g"])
+@pytest.mark.parametrize(("mode", "group"), [("gn", 1), ("gn", 2), ("g", 2)])
 def test_whoever_is_slow_the_bits_are_the_same(
-    mode: str, who: int, monkeypatch: pytest.MonkeyPatch
+    mode: str, group: int, who: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program, so that all items share its buffers: both warpgroups, the producer of tiles and that
     of gates."""
-    args = made(1, 199, 1, 2, mode, bounds=[0, 64, 64, 128, 131, 199])
+    args = made(1, 199, 1, group, mode, bounds=[0, 64, 64, 128, 131, 199])
     right = of_the_class(args)
     slowed(monkeypatch, who, (Walked, "store_wait"))
     same_bits(on_a_cpu(args, 1), right)
