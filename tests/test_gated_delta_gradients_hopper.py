@@ -1,5 +1,5 @@
-"""The kernel for Hopper that computes the gradients of a chunk, run on a CPU: every bit that it stores, and that
-no partition overtakes another in the buffers that they share."""
+"""The kernel for Hopper that computes the gradients of a chunk, run on a CPU: every bit that it stores, and
+that no partition overtakes another in the buffers that they share."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def made(
     state = (tiles, HV, V, K) if v_first else (tiles, HV, K, V)
     args |= {"states": (drawn(*state) / 4).to(dtype), "dstates": (drawn(*state) / 4).to(dtype)}
     inverse = drawn(B, T, HV, CHUNK) / 8
-    for at in places(args | {"v": args["v"], "cu_seqlens": cu}):
+    for at in places(args | {"cu_seqlens": cu}):
         own = inverse[at.batch, at.rows]
         own[:] = own.permute(1, 0, 2).tril().permute(1, 0, 2)
     args["inverse"] = inverse.to(dtype)
@@ -105,7 +105,8 @@ def of_the_class(args: dict[str, Any]) -> dict[str, Tensor]:
     found = {n: torch.full_like(args[n[1:]], UNTOUCHED) for n in ("dq", "dk", "dv")}
     found["dbeta"] = torch.full((3, B * T, HV), UNTOUCHED)
     if gated:
-        found |= {"dgate": torch.full((3, B * T, HV), UNTOUCHED), "dlast": torch.full((tiles, HV, 2), UNTOUCHED)}
+        found["dgate"] = torch.full((3, B * T, HV), UNTOUCHED)
+        found["dlast"] = torch.full((tiles, HV, 2), UNTOUCHED)
     call = model_bwd.Call(CPU, dtype, np.float32(args["scale"]), gated)
     parts: list[list[Any]] = []
 
@@ -200,7 +201,7 @@ def test_rows_of_others_may_be_nan(left: int) -> None:
     right = of_the_class(args)
     for first, end in ((left, 129), (0, left)):
         own = {n: x.clone() if isinstance(x, Tensor) else x for n, x in args.items()}
-        for n, x in own.items():
+        for x in own.values():
             if isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == (1, 132):
                 x[:, first:end] = x[:, 129:] = float("nan")
         found, here = on_a_cpu(own), slice(0, left) if first else slice(left, 129)

@@ -1,34 +1,38 @@
-"""The gradients of a chunk on Hopper in one kernel: steps 9 to 15 of class gdr/1, but for the sums of dbeta and
-dg over what this kernel calls parts, which `finish_kernel` of `kernels_triton_bwd` makes.
+"""The gradients of a chunk on Hopper in one kernel: steps 9 to 15 of class gdr/1. Only the sums of dbeta and
+dG over their parts, and that of dG over rows, are left to `finish_kernel` of `kernels_triton_bwd`.
 
-With the names of `kernels_triton_bwd`, for each value head of a chunk, in the order in which it is computed:
+With the names of that module, for each value head of a chunk:
 
-    dr  = T^T dvn                                db = sum_v dr v,  dv = beta dr
-    dS  = tril(do vn^T 2^(g - g'))
-    N   = -dr vn^T 2^(g - g') below the diagonal,  M = beta N
-    z   = dr S^T                                 c = 2^g sum_k k z
-    x   = do S^T 2^g + dS k                      dq += scale x
-    z   = -(z beta 2^g) + M k + M^T k            dk += z
-    y   = vn D^T 2^(g_last - g) + scale dS^T q   dk += y
+    dr  = T^T dvn                                dv = beta dr
+    dS  = do vn^T 2^(g_i - g_j)                  j <= i
+    N   = -dr vn^T 2^(g_i - g_j),  M = beta N    j <  i
+    x   = 2^g do S^T + dS k                      dq += scale x
+    z   = -beta 2^g dr S^T + M k + M^T k         dk += z
+    y   = 2^(g_last - g) vn D^T + scale dS^T q   dk += y
 
-A program takes one item after another, a chunk of a key head. Two warpgroups compute it. Each has 64 of the 128
-columns of k, whose sums of dq and dk over the value heads stay in its registers, and 64 columns of v. What both
-need goes through shared memory: dr takes the place of dvn, dS is the first one's work, M the second one's.
-After the last head, rows that were normalized take the gradient of the norm; a sum over all of K needs the
-products of both warpgroups, so one sends its part for dq, the other one its part for dk.
+A program takes one item after another: a chunk and a key head. Two warpgroups share it. Each has 64 of the
+128 columns of v for dr, and 64 of those of k for the rest; its dq and dk stay in registers until all value
+heads have been added. dr, dS and M are operands that both need. They go through shared memory: dr to where
+dvn was, dS from the first warpgroup, M from the second one. If rows were normalized, dq and dk then take the
+gradient of the norm, with sums over all of K: one warpgroup has them for q, the other one for k, and each
+sends its products for the other's.
 
-Every tensor has one buffer. Two warps load them, as soon as both warpgroups are done with what is there. So
-most loads of the next head are on their way during the larger part of a head; a second buffer does not fit:
+Every tensor has one buffer; for a second one there is no room:
 
-    q, k, do, vn, dvn, v 16 KB each, T, dS, M 8 KB each, S, D 32 KB each, rows of q and k before the norm 32 KB
+    16 KB   q, k, do, vn, dvn, v, and q and k before the norm
+    32 KB   S, D
+     8 KB   T, dS, M
 
-A result is stored by TMA from the buffer of a tensor of which it is a gradient: dv from that of v, dq and dk
-from those of the rows before the norm. Chunks with fewer than 64 rows are stored from registers with a mask.
-There rows of the buffers that belong to others are set to zero where a sum goes over rows: in T, dvn, q and k.
-All others meet only rows that are not stored.
+The products with S and D come as early as they can. Then all tiles of a head have been read, and those of the
+next one arrive during the second half of this one. Only k, q and the rows before the norm are needed longer.
 
-A sum by halves adds column c + 32 to c, c + 16 to c, and so on: in the layout of a product the first three of
-these are in one thread, and the next two are in its three neighbours.
+A result leaves by TMA from the buffer of what it is the gradient of: dv from that of v, dq and dk from those
+of the rows before the norm. That of a chunk with fewer than 64 rows is stored with a mask. There the rest of
+the tiles belongs to other sequences, or to none. In T, dvn, q and k it is set to zero, because sums go over
+rows; in other tensors it changes only rows that are not stored.
+
+A sum by halves adds column c + 32 to column c, then c + 16, and so on. In the layout of a product the columns
+of the first three steps are in one thread, and those of the next two in its neighbours.
 """
 
 from typing import Any
@@ -149,9 +153,7 @@ class Tiles:
         states = gl.allocate_shared_memory(desc.dtype, [HALVES * HALVES, C, C], desc.layout)
         dstates = gl.allocate_shared_memory(desc.dtype, [HALVES * HALVES, C, C], desc.layout)
         scores = gl.allocate_shared_memory(desc.dtype, row, desc.layout)
-        return Tiles(
-            q, k, raw_q, raw_k, do, new, dr, v, inverse, states, dstates, scores, V_FIRST, NORMED
-        )
+        return Tiles(q, k, raw_q, raw_k, do, new, dr, v, inverse, states, dstates, scores, V_FIRST, NORMED)
 
 
 @gluon.jit
@@ -302,7 +304,7 @@ def _load_tiles(
                     mbarrier.expect(bars.queries, HALVES * TILE)
                     _load_halves(q_desc, bars.queries, tiles.q, row, column)
                     if tiles.NORMED:
-                        mbarrier.wait(bars.head_free, turn)  # of this head: results of the last item have left
+                        mbarrier.wait(bars.head_free, turn)  # of this head: the last item's results have left
                         mbarrier.expect(bars.raw, 2 * HALVES * TILE)
                         _load_halves(raw_q_desc, bars.raw, tiles.raw_q, row, column)
                         _load_halves(raw_k_desc, bars.raw, tiles.raw_k, row, column)
@@ -672,7 +674,7 @@ def gradients(
     inverse: Tensor, do: Tensor, new: Tensor, dvn: Tensor, states: Tensor, dstates: Tensor,
     cu_seqlens: Tensor | None, scale: float, v_first: bool, normed: bool, launch: Launch = run, sms: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, the parts of dbeta and of dG [3, rows, HV], and what dG of last rows has in addition [tiles,
+    """(dq, dk, dv, the parts of dbeta and dG [3, rows, HV], and what dG of last rows has in addition [tiles,
     HV, 2]), where `why_not` is None. q and k are the rows of raw_q and raw_k, divided by their norms if
     `normed`. `sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, HV, _ = v.shape
