@@ -176,9 +176,10 @@ class Barriers:
     keys: gl.shared_memory_descriptor
     queries: gl.shared_memory_descriptor
     raw: gl.shared_memory_descriptor
-    head_free: gl.shared_memory_descriptor  # all tiles of a value head, and those of the results before it
+    head_free: gl.shared_memory_descriptor  # all tiles of a value head
     keys_free: gl.shared_memory_descriptor
     queries_free: gl.shared_memory_descriptor
+    raw_free: gl.shared_memory_descriptor  # by an item: the last item's results have left
     has_dr: gl.shared_memory_descriptor  # dr is there
     has_ds: gl.shared_memory_descriptor
     has_m: gl.shared_memory_descriptor
@@ -189,8 +190,8 @@ class Barriers:
     def create():
         made = Barriers(
             _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1),
-            _barrier(2), _barrier(2), _barrier(2), _barrier(2), _barrier(1), _barrier(1), _barrier(1),
-            _barrier(2),
+            _barrier(2), _barrier(2), _barrier(2), _barrier(2), _barrier(2), _barrier(1), _barrier(1),
+            _barrier(1), _barrier(2),
         )  # fmt: skip
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return made
@@ -292,22 +293,22 @@ def _load_tiles(
                 _load_halves(new_desc, bars.pair, tiles.new, row, column)
                 mbarrier.expect(bars.values, HALVES * TILE)
                 _load_halves(v_desc, bars.values, tiles.v, row, column)
+                if each == 0:
+                    mbarrier.wait(bars.keys_free, item_turn ^ 1)
+                    mbarrier.expect(bars.keys, HALVES * TILE)
+                    _load_halves(k_desc, bars.keys, tiles.k, row, head * (HALVES * C))
                 mbarrier.expect(bars.states, 2 * HALVES * HALVES * TILE)
                 _load_state(states_desc, bars.states, tiles.states, state, tiles.V_FIRST)
                 _load_state(dstates_desc, bars.states, tiles.dstates, state, tiles.V_FIRST)
                 if each == 0:
-                    column = head * (HALVES * C)
-                    mbarrier.wait(bars.keys_free, item_turn ^ 1)
-                    mbarrier.expect(bars.keys, HALVES * TILE)
-                    _load_halves(k_desc, bars.keys, tiles.k, row, column)
                     mbarrier.wait(bars.queries_free, item_turn ^ 1)
                     mbarrier.expect(bars.queries, HALVES * TILE)
-                    _load_halves(q_desc, bars.queries, tiles.q, row, column)
+                    _load_halves(q_desc, bars.queries, tiles.q, row, head * (HALVES * C))
                     if tiles.NORMED:
-                        mbarrier.wait(bars.head_free, turn)  # of this head: the last item's results have left
+                        mbarrier.wait(bars.raw_free, item_turn)
                         mbarrier.expect(bars.raw, 2 * HALVES * TILE)
-                        _load_halves(raw_q_desc, bars.raw, tiles.raw_q, row, column)
-                        _load_halves(raw_k_desc, bars.raw, tiles.raw_k, row, column)
+                        _load_halves(raw_q_desc, bars.raw, tiles.raw_q, row, head * (HALVES * C))
+                        _load_halves(raw_k_desc, bars.raw, tiles.raw_k, row, head * (HALVES * C))
                     item_turn = item_turn ^ 1
                 turn = turn ^ 1
 
@@ -532,6 +533,9 @@ def _consume(
             tiles.dr.index(WHICH).store(dr.to(DTYPE))
             fence_async_shared()
             mbarrier.arrive(bars.has_dr)
+            if each == 0:
+                tma.store_wait(0)  # dq and dk of the last item
+                mbarrier.arrive(bars.raw_free)
             column = (hv * HALVES + WHICH) * C
             _put(
                 dr * _down(beta), dv_desc, tiles.v.index(WHICH), dv_at, row, left, column,
@@ -575,7 +579,7 @@ def _consume(
             elif ALONE:
                 _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
             x, y, z = warpgroup_mma_wait(0, deps=(x, y, z))
-            tma.store_wait(0)  # dv of this head, dq and dk of the last item
+            tma.store_wait(0)  # dv
             mbarrier.arrive(bars.head_free)
             mbarrier.wait(bars.keys, item_turn)
             keys = tiles.k.index(WHICH).load(OF_TILE).to(gl.float32)
