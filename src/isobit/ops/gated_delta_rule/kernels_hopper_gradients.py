@@ -62,7 +62,7 @@ from isobit.kernels.hopper.pipeline import (
 )
 from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, ONE_OF_FOUR, rows_of
 from isobit.ops.delta_rule.kernels_hopper_io import ONE, ONE_EACH
-from isobit.ops.gated_delta_rule.kernels_hopper_solve import _chunk_of as chunk_of
+from isobit.ops.gated_delta_rule.kernels_hopper_solve import chunk_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 from isobit.ops.gated_delta_rule.model import CHUNK, EPS
 
@@ -183,7 +183,6 @@ class Barriers:
     has_dr: gl.shared_memory_descriptor  # dr is there
     has_ds: gl.shared_memory_descriptor
     has_m: gl.shared_memory_descriptor
-    has_sums: gl.shared_memory_descriptor  # of S D
     here: gl.shared_memory_descriptor  # both warpgroups
 
     @gluon.jit
@@ -191,7 +190,7 @@ class Barriers:
         made = Barriers(
             _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1),
             _barrier(2), _barrier(2), _barrier(2), _barrier(2), _barrier(2), _barrier(1), _barrier(1),
-            _barrier(1), _barrier(2),
+            _barrier(2),
         )  # fmt: skip
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return made
@@ -217,7 +216,7 @@ class Rows:
     left: gl.shared_memory_descriptor  # [1]: rows of the chunk; 0 after the last item
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor  # [6, 64]: of dr v; of S D; of q and k: inverse norms, sums of products
+    sums: gl.shared_memory_descriptor  # [5, 64]: of dr v; of q and k: inverse norms, sums of products
     HAS_G: gl.constexpr
 
     @gluon.jit
@@ -230,7 +229,7 @@ class Rows:
         left = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
         full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
-        sums = gl.allocate_shared_memory(gl.float32, [6, C], ONE_BY_ONE)
+        sums = gl.allocate_shared_memory(gl.float32, [5, C], ONE_BY_ONE)
         for i in gl.static_range(AHEAD):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=2)
@@ -459,25 +458,25 @@ def _norm_gradients(dq, dk, tiles, rows, bars, met, WHICH: gl.constexpr):
     of_q = reinterpreted(tiles.scores, gl.float32, [C, C], SENT)
     of_k = reinterpreted(tiles.q, gl.float32, [C, C], SENT)
     if WHICH == 0:
-        rows.sums.index(2).store(_inverse_norms(tiles.raw_q))
+        rows.sums.index(1).store(_inverse_norms(tiles.raw_q))
     else:
-        rows.sums.index(3).store(_inverse_norms(tiles.raw_k))
+        rows.sums.index(2).store(_inverse_norms(tiles.raw_k))
     met = bars.meet(met)  # nobody reads dS, M and q any more
-    r_q, r_k = _down(rows.sums.index(2).load(OF_ROWS)), _down(rows.sums.index(3).load(OF_ROWS))
+    r_q, r_k = _down(rows.sums.index(1).load(OF_ROWS)), _down(rows.sums.index(2).load(OF_ROWS))
     n_q = tiles.raw_q.index(WHICH).load(OF_TILE).to(gl.float32) * r_q
     n_k = tiles.raw_k.index(WHICH).load(OF_TILE).to(gl.float32) * r_k
     if WHICH == 0:
         of_k.store(n_k * dk)
         met = bars.meet(met)
-        rows.sums.index(4).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
+        rows.sums.index(3).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
     else:
         of_q.store(n_q * dq)
         met = bars.meet(met)
-        rows.sums.index(5).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
+        rows.sums.index(4).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
     fence_async_shared()  # TMA writes q, and products read dS and M
     met = bars.meet(met)
-    dq = (dq - n_q * _down(rows.sums.index(4).load(OF_ROWS))) * r_q
-    dk = (dk - n_k * _down(rows.sums.index(5).load(OF_ROWS))) * r_k
+    dq = (dq - n_q * _down(rows.sums.index(3).load(OF_ROWS))) * r_q
+    dk = (dk - n_k * _down(rows.sums.index(4).load(OF_ROWS))) * r_k
     return dq, dk, met
 
 
@@ -571,13 +570,10 @@ def _consume(
             z = _chain(tiles.dr, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
             x = _chain(tiles.do, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
             y = _chain(tiles.new, tiles.dstates, not tiles.V_FIRST, HALVES * WHICH)
-            if WHICH == 0:
-                if rows.HAS_G:  # the second warpgroup has more to do
-                    rows.sums.index(1).store(_of_states(tiles, 1))
-                    mbarrier.arrive(bars.has_sums)
-                    of_states = _of_states(tiles, 0)
-            elif ALONE:
+            if ALONE and WHICH == 1:
                 _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
+            if rows.HAS_G:
+                of_states = _of_states(tiles, WHICH)
             x, y, z = warpgroup_mma_wait(0, deps=(x, y, z))
             tma.store_wait(0)  # dv
             mbarrier.arrive(bars.head_free)
@@ -610,9 +606,6 @@ def _consume(
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
             y = gl.where(_down(live), y * _down(gl.exp2(end - gate)), 0.0)
             if rows.HAS_G:
-                if WHICH == 1:
-                    mbarrier.wait(bars.has_sums, turn)
-                    of_states = rows.sums.index(1).load(OF_ROWS)
                 last = _whole_sum(_row_sums(keys * y), of_states, gl.exp2(end))
                 own = item // items.H * items.HV + hv
                 gl.store(dlast + own.to(gl.int64) * HALVES + WHICH, last)
