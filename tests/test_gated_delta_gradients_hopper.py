@@ -1,6 +1,7 @@
 """The kernel for Hopper that computes the gradients of a chunk, run on a CPU: every bit that it stores, and
 that no partition overtakes another in the buffers that they share."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,16 @@ import torch
 from torch import Tensor
 
 from attention_on_a_cpu import slowed
+from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.gated_delta_rule import kernels_hopper_gradients, kernels_hopper_solve, model, model_bwd
+from isobit.ops.delta_rule import kernels_hopper as backwards
+from isobit.ops.gated_delta_rule import (
+    kernels_hopper,
+    kernels_hopper_gradients,
+    kernels_hopper_solve,
+    model,
+    model_bwd,
+)
 from isobit.ops.gated_delta_rule.kernels_hopper_gradients import gradients
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 from isobit.ops.gated_delta_rule.model import CHUNK, CPU
@@ -231,6 +240,26 @@ def test_a_call_without_tokens_launches_nothing() -> None:
     args = made(0, 64, 1, 1, "g")
     found = on_a_cpu(args)
     assert [found[n].numel() for n in NAMES] == [0] * len(NAMES)
+
+
+@pytest.mark.parametrize(("K", "called"), [(128, True), (64, False)])
+def test_the_backward_takes_it_where_it_serves(K: int, called: bool) -> None:
+    def on_meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    args = {n: on_meta(1, 128, 1, K) for n in ("q", "k")} | {n: on_meta(1, 128, 2, K) for n in ("v", "do")}
+    args |= {n: on_meta(1, 128, 2, dtype=torch.float32) for n in ("g", "beta")}
+    recorder = Recorder()
+    results = kernels_hopper.with_gradients_in_one_kernel(
+        launch=recorder, dhu=partial(backwards.dhu, sms=132), **args, inverse=on_meta(1, 128, 2, CHUNK),
+        initial_state=None, dfinal_state=None, cu_seqlens=None, scale=0.1, state_v_first=False,
+        use_qk_l2norm_in_kernel=True, want_initial_state=False,
+        **{f"want_{n}": True for n in ("q", "k", "v", "g", "beta")},
+    )  # fmt: skip
+    names = {kernel.__name__ for kernel, _, _ in recorder.launches}
+    assert ("gradients_kernel" in names) == called and ("dk_kernel" in names) != called
+    for found, n in zip(results, ("q", "k", "v", "g", "beta"), strict=False):
+        assert found is not None and (found.shape, found.dtype) == (args[n].shape, args[n].dtype)
 
 
 def test_says_what_it_does_not_serve() -> None:
