@@ -5,6 +5,7 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -119,16 +120,15 @@ def of_the_class(args: dict[str, Any]) -> dict[str, Tensor]:
     call = model_bwd.Call(CPU, dtype, np.float32(args["scale"]), gated)
     parts: list[list[Any]] = []
 
+    added = model_bwd.added
+
     def kept(given: list[Any]) -> Any:
         parts.append(given)
         return added(given)
 
-    added, model_bwd.added = model_bwd.added, kept
-    try:
+    with mock.patch.object(model_bwd, "added", kept):
         for at in places(args):
             _one(args, at, call, found, parts, H, HV, T, dtype, normed)
-    finally:
-        model_bwd.added = added
     return found
 
 

@@ -457,7 +457,7 @@ def gated_delta_rule_bwd(
     S = B if bounds is None else len(bounds) - 1
     tiles = tiles_of(T, S, bounds)
     chunks = -(-T // CHUNK) if bounds is None else tiles
-    inside = inside or gradients
+    chunk_gradients: Callable[..., Any] = inside or gradients
     if dhu is None:
         on_hopper = v.device.type != "cpu" and hopper_cannot_run(v.device) is None
         dhu = dhu_of(raw_q, v) if on_hopper else portable_states.dhu
@@ -484,7 +484,7 @@ def gated_delta_rule_bwd(
         chunk_offsets=chunk_offsets(bounds, T, launch),
     )  # fmt: skip
 
-    dq, dk, dv, dbeta, dgate, dlast = inside(
+    dq, dk, dv, dbeta, dgate, dlast = chunk_gradients(
         raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, normed,
         local, launch,  # `local` is in dvn now
     )  # fmt: skip
