@@ -223,6 +223,19 @@ def test_rows_of_others_may_be_nan(left: int) -> None:
         assert bool((found["dq"][:, 129:] == UNTOUCHED).all())
 
 
+@pytest.mark.parametrize("name", ["q", "v", "do", "new", "dvn", "inverse", "states", "dstates"])
+def test_what_is_not_finite_is_where_the_class_has_it(name: str) -> None:
+    """In a chunk of 6 rows."""
+    args = made(1, 70, 1, 1, "g")
+    args[name][(0, 67) if name not in ("states", "dstates") else (1,)][..., 5] = float("inf")
+    args["raw_q"] = args["q"]
+    found, right = on_a_cpu(args), of_the_class(args)
+    assert not all(bool(x.isfinite().all()) for x in right.values())
+    for n, x in right.items():
+        assert torch.equal(found[n].isnan(), x.isnan()), n
+        assert torch.equal(found[n].nan_to_num(5.0), x.nan_to_num(5.0)), n
+
+
 @pytest.mark.parametrize("who", range(4))
 @pytest.mark.parametrize(("mode", "group"), [("gn", 1), ("gn", 2), ("g", 2)])
 def test_whoever_is_slow_the_bits_are_the_same(

@@ -28,8 +28,8 @@ next one arrive during the second half of this one. Only k, q and the rows befor
 
 A result leaves by TMA from the buffer of what it is the gradient of: dv from that of v, dq and dk from those
 of the rows before the norm. That of a chunk with fewer than 64 rows is stored with a mask. There the rest of
-the tiles belongs to other sequences, or to none. In T, dvn, q and k it is set to zero, because sums go over
-rows; in other tensors it changes only rows that are not stored.
+the tiles belongs to other sequences, or to none. In T, dvn, vn, q and k it is set to zero, because sums go
+over rows; in other tensors it changes only rows that are not stored.
 
 A sum by halves adds column c + 32 to column c, then c + 16, and so on. In the layout of a product the columns
 of the first three steps are in one thread, and those of the next two in its neighbours.
@@ -509,7 +509,9 @@ def _consume(
             gate, beta = rows.gate.index(stage).load(OF_ROWS), rows.beta.index(stage).load(OF_ROWS)
             mbarrier.wait(bars.first, turn)
             if left < C:
+                mbarrier.wait(bars.pair, turn)
                 _clear(tiles.dr.index(WHICH), left)
+                _clear(tiles.new.index(WHICH), left)
                 if WHICH == 0:
                     _clear(tiles.inverse.index(0), left)
                 if each == 0:
@@ -602,9 +604,8 @@ def _consume(
             if not ALONE:
                 s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
             s = warpgroup_mma_wait(0, deps=(s,))
-            # The rows of another sequence may be anything.
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
-            y = gl.where(_down(live), y * _down(gl.exp2(end - gate)), 0.0)
+            y = y * _down(gl.where(live, gl.exp2(end - gate), 0.0))
             if rows.HAS_G:
                 last = _whole_sum(_row_sums(keys * y), of_states, gl.exp2(end))
                 own = item // items.H * items.HV + hv
