@@ -523,10 +523,7 @@ def _consume(
                 met = bars.meet(met)
             # dr, db and dv
             dr = _begun(tiles.inverse.index(0), tiles.dr.index(WHICH), zeros, True, False, True)
-            if WHICH == 0:
-                mbarrier.wait(bars.pair, turn)
-                scores = _chain(tiles.do, tiles.new, True)
-            dr = warpgroup_mma_wait(2 * (1 - WHICH), deps=(dr,))
+            dr = warpgroup_mma_wait(0, deps=(dr,))
             mbarrier.wait(bars.values, turn)
             db = _row_sums(dr * tiles.v.index(WHICH).load(OF_TILE).to(gl.float32))
             if WHICH == 0:
@@ -543,6 +540,9 @@ def _consume(
                 items.HV * (HALVES * C),
             )  # fmt: skip
             # dS, or M. The other warpgroup is done with the last ones: it has this dr.
+            mbarrier.wait(bars.pair, turn)
+            if WHICH == 0:  # not earlier: a fence waits for products in flight, and the other one for dr
+                scores = _chain(tiles.do, tiles.new, True)
             decay = gl.exp2(_down(gate) - gl.expand_dims(rows.gate.index(stage).load(OF_COLUMNS), 0))
             if WHICH == 0:
                 scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -552,7 +552,6 @@ def _consume(
                 fence_async_shared()
                 mbarrier.arrive(bars.has_ds)
             else:
-                mbarrier.wait(bars.pair, turn)
                 mbarrier.wait(bars.has_dr, turn)
                 change = _chain(tiles.dr, tiles.new, True)
                 mbarrier.wait(bars.keys, item_turn)
