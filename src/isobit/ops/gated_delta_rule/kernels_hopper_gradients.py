@@ -391,12 +391,13 @@ def _begun(left, right, acc, TURN_LEFT: gl.constexpr, TURN_RIGHT: gl.constexpr, 
 
 
 @gluon.jit
-def _chain(left, right, TURN_RIGHT: gl.constexpr, FIRST: gl.constexpr = 0):
-    """The chain over the 128 columns of two tiles of `left`, from zero; in flight. Those of `right` begin at
-    tile FIRST."""
+def _chain(left, right, zero, TURN_RIGHT: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The chain over the 128 columns of two tiles of `left`, from 0; in flight. Those of `right` begin at
+    tile FIRST. `zero` is 0, but the compiler must not know it: it would compute the addresses of all operands
+    before the loop, and spill them."""
     zeros = gl.zeros((C, C), gl.float32, OF_TILE)
-    acc = _begun(left.index(0), right.index(FIRST), zeros, False, TURN_RIGHT, True)
-    return _begun(left.index(1), right.index(FIRST + 1), acc, False, TURN_RIGHT, False)
+    acc = _begun(left.index(zero), right.index(zero + FIRST), zeros, False, TURN_RIGHT, True)
+    return _begun(left.index(zero + 1), right.index(zero + FIRST + 1), acc, False, TURN_RIGHT, False)
 
 
 @gluon.jit
@@ -503,6 +504,7 @@ def _consume(
         head = item % items.H
         for each in range(items.group):
             hv = head * items.group + each
+            zero = gl.minimum(hv, 0)
             at = own_row.to(gl.int64) * items.HV + hv
             part = at + (1 + WHICH) * all_rows.to(gl.int64) * items.HV
             mbarrier.wait(rows.full.index(stage), phase)
@@ -522,7 +524,7 @@ def _consume(
                 fence_async_shared()
                 met = bars.meet(met)
             # dr, db and dv
-            dr = _begun(tiles.inverse.index(0), tiles.dr.index(WHICH), zeros, True, False, True)
+            dr = _begun(tiles.inverse.index(zero), tiles.dr.index(zero + WHICH), zeros, True, False, True)
             dr = warpgroup_mma_wait(0, deps=(dr,))
             mbarrier.wait(bars.values, turn)
             db = _row_sums(dr * tiles.v.index(WHICH).load(OF_TILE).to(gl.float32))
@@ -542,7 +544,7 @@ def _consume(
             # dS, or M. The other warpgroup is done with the last ones: it has this dr.
             mbarrier.wait(bars.pair, turn)
             if WHICH == 0:  # not earlier: a fence waits for products in flight, and the other one for dr
-                scores = _chain(tiles.do, tiles.new, True)
+                scores = _chain(tiles.do, tiles.new, zero, True)
             decay = gl.exp2(_down(gate) - gl.expand_dims(rows.gate.index(stage).load(OF_COLUMNS), 0))
             if WHICH == 0:
                 scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -553,9 +555,9 @@ def _consume(
                 mbarrier.arrive(bars.has_ds)
             else:
                 mbarrier.wait(bars.has_dr, turn)
-                change = _chain(tiles.dr, tiles.new, True)
+                change = _chain(tiles.dr, tiles.new, zero, True)
                 mbarrier.wait(bars.keys, item_turn)
-                kk = _chain(tiles.k, tiles.k, True)
+                kk = _chain(tiles.k, tiles.k, zero, True)
                 # 0 takes the sums of both tiles.
                 db = gl.zeros((C,), gl.float32, OF_ROWS) + rows.sums.index(0).load(OF_ROWS) + db
                 change, kk = warpgroup_mma_wait(0, deps=(change, kk))
@@ -568,9 +570,9 @@ def _consume(
                     _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
             # Own columns of k
             mbarrier.wait(bars.states, turn)
-            z = _chain(tiles.dr, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
-            x = _chain(tiles.do, tiles.states, not tiles.V_FIRST, HALVES * WHICH)
-            y = _chain(tiles.new, tiles.dstates, not tiles.V_FIRST, HALVES * WHICH)
+            z = _chain(tiles.dr, tiles.states, zero, not tiles.V_FIRST, HALVES * WHICH)
+            x = _chain(tiles.do, tiles.states, zero, not tiles.V_FIRST, HALVES * WHICH)
+            y = _chain(tiles.new, tiles.dstates, zero, not tiles.V_FIRST, HALVES * WHICH)
             if ALONE and WHICH == 1:
                 _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
             if rows.HAS_G:
@@ -586,13 +588,13 @@ def _consume(
             x = x * _down(start)
             z = -(z * _down(beta * start))
             mbarrier.wait(bars.has_ds, turn)
-            x = _begun(tiles.scores.index(0), tiles.k.index(WHICH), x, False, False, False)
+            x = _begun(tiles.scores.index(zero), tiles.k.index(zero + WHICH), x, False, False, False)
             mbarrier.wait(bars.has_m, turn)
-            z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, False, False, False)
-            z = _begun(tiles.scores.index(1), tiles.k.index(WHICH), z, True, False, False)
+            z = _begun(tiles.scores.index(zero + 1), tiles.k.index(zero + WHICH), z, False, False, False)
+            z = _begun(tiles.scores.index(zero + 1), tiles.k.index(zero + WHICH), z, True, False, False)
             mbarrier.wait(bars.queries, item_turn)
             if ALONE:
-                s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
+                s = _begun(tiles.scores.index(zero), tiles.q.index(zero + WHICH), zeros, True, False, True)
             x, z = warpgroup_mma_wait(1 if ALONE else 0, deps=(x, z))
             mbarrier.arrive(bars.keys_free, pred=each == items.group - 1)
             x = x * scale
@@ -601,7 +603,7 @@ def _consume(
             if rows.HAS_G:
                 of_q = _row_sums(tiles.q.index(WHICH).load(OF_TILE).to(gl.float32) * x)
             if not ALONE:
-                s = _begun(tiles.scores.index(0), tiles.q.index(WHICH), zeros, True, False, True)
+                s = _begun(tiles.scores.index(zero), tiles.q.index(zero + WHICH), zeros, True, False, True)
             s = warpgroup_mma_wait(0, deps=(s,))
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
             y = y * _down(gl.where(live, gl.exp2(end - gate), 0.0))
