@@ -273,7 +273,7 @@ def _load_tiles(
     items, tiles, bars, q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc, dvn_desc,
     inverse_desc, states_desc, dstates_desc,
 ):  # fmt: skip
-    """The producer of tiles, in the order in which their buffers become free."""
+    """The producer of tiles, in the order in which they are needed and their buffers become free."""
     TILE: gl.constexpr = q_desc.block_type.nbytes
     turn, item_turn = gl.to_tensor(0), gl.to_tensor(0)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
@@ -287,11 +287,11 @@ def _load_tiles(
                 mbarrier.expect(bars.first, (1 + HALVES) * TILE)
                 tma_load(inverse_desc, [row, hv * C], bars.first, tiles.inverse.index(0))
                 _load_halves(dvn_desc, bars.first, tiles.dr, row, column)
+                mbarrier.expect(bars.values, HALVES * TILE)
+                _load_halves(v_desc, bars.values, tiles.v, row, column)
                 mbarrier.expect(bars.pair, 2 * HALVES * TILE)
                 _load_halves(do_desc, bars.pair, tiles.do, row, column)
                 _load_halves(new_desc, bars.pair, tiles.new, row, column)
-                mbarrier.expect(bars.values, HALVES * TILE)
-                _load_halves(v_desc, bars.values, tiles.v, row, column)
                 if each == 0:
                     mbarrier.wait(bars.keys_free, item_turn ^ 1)
                     mbarrier.expect(bars.keys, HALVES * TILE)
