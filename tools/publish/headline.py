@@ -40,7 +40,7 @@ HEADLINES = (
     Headline("`attention`, forward", "attention", "attention", _TRAINED, "fwd"),
     Headline("`attention`, backward", "attention", "attention_bwd", _TRAINED, "bwd"),
     Headline(
-        "`attention`, decoding", "attention", "attention_decode", "B=64 T=1 S=4096 H=32 KV=8 D=128 bf16",
+        "`attention`, decoding", "attention", "attention_decode", "B=1 T=1 S=4096 H=32 KV=8 D=128 bf16",
         "fwd",
     ),
     Headline("`linear_logp`, forward", "linear_logp", "linear_logp", _HEAD, "fwd"),

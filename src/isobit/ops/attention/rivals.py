@@ -449,7 +449,7 @@ SERIES = [
     ),
     _series(
         "attention_decode", DECODING, (CUDNN, FLASH, FLEX), inputs=(), directions=("fwd",),
-        core=DECODING[2:3], small=[_SMALL_DECODING], about="T queries per sequence and a cache of S keys",
+        core=DECODING[2:15:12], small=[_SMALL_DECODING], about="T queries per sequence and a cache of S keys",
     ),
     _series(
         "attention_paged", PAGED, (FA3, FA3_ONE), change=paged, inputs=(), directions=("fwd",),
