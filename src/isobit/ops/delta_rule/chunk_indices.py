@@ -10,7 +10,7 @@ them, and computes them anew.
 """
 
 from collections import OrderedDict
-from contextlib import suppress
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -34,6 +34,10 @@ class Kept(NamedTuple):
 #: By the id of the bounds and the size of chunks.
 _kept: OrderedDict[tuple[int, int], Kept] = OrderedDict()
 
+#: Held by whoever changes what is kept. Python's own lock is not enough: PyTorch gives it up while it frees a
+#: tensor, in the middle of a change. A thread may have it twice, if bounds are freed meanwhile.
+_changing = RLock()
+
 
 def chunk_indices(cu_seqlens: Tensor, chunk_size: int, anew: bool = False) -> Tensor:
     """The indices of these bounds: those that are kept, unless they are to be computed anew."""
@@ -43,14 +47,17 @@ def chunk_indices(cu_seqlens: Tensor, chunk_size: int, anew: bool = False) -> Te
     known = _kept.get(key)
     # An id says little: that of a tensor that was freed is given to another one.
     if known is not None and known.bounds() is cu_seqlens and known.state == state:
-        with suppress(KeyError):  # another thread may have dropped it since
-            _kept.move_to_end(key)
+        with _changing:
+            if key in _kept:  # another thread may have dropped it since
+                _kept.move_to_end(key)
         return known.indices
     indices = computed(cu_seqlens, chunk_size)
     if not indices.is_inference():
-        _kept[key] = Kept(ref(cu_seqlens, lambda freed: _forget(key, freed)), state, indices)
-        if len(_kept) > MOST_KEPT:
-            _kept.popitem(last=False)
+        made = Kept(ref(cu_seqlens, lambda freed: _forget(key, freed)), state, indices)
+        with _changing:
+            _kept[key] = made
+            if len(_kept) > MOST_KEPT:
+                _kept.popitem(last=False)
     return indices
 
 
@@ -85,6 +92,7 @@ def _state(t: Tensor) -> tuple[Any, ...]:
 
 
 def _forget(key: tuple[int, int], freed: "ref[Tensor]") -> None:
-    known = _kept.get(key)
-    if known is not None and known.bounds is freed:  # and not of a new tensor with the same id
-        _kept.pop(key, None)
+    with _changing:
+        known = _kept.get(key)
+        if known is not None and known.bounds is freed:  # and not of a new tensor with the same id
+            _kept.pop(key, None)
