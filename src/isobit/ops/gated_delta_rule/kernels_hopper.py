@@ -3,6 +3,7 @@
     solve     T of each chunk                      `kernels_hopper_solve`
     outputs   states, new values and o together    `kernels_hopper_outputs`
     states    states and new values                `kernels_hopper_states`: for the backward, and for fwd_h
+    gradients those inside a chunk                 `kernels_hopper_gradients`: for K = V = 128
 
 The rest is Triton's, with the same bits.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run
 from isobit.ops.delta_rule.kernels_hopper import STAGES_FORWARD
-from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
+from isobit.ops.gated_delta_rule import kernels_hopper_gradients, kernels_triton, kernels_triton_bwd
 from isobit.ops.gated_delta_rule.kernels_hopper_outputs import MOST_STAGES, outputs
 from isobit.ops.gated_delta_rule.kernels_hopper_solve import WIDEST, solve
 from isobit.ops.gated_delta_rule.kernels_hopper_states import states
@@ -78,6 +79,14 @@ def finish(
     return kernels_triton.outputs(q, k, w, u, g2, initial, cu_seqlens, *rest, carry=carried)
 
 
+def gradients(raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Those of each chunk by itself: the `inside` of `kernels_triton_bwd.gated_delta_rule_bwd`."""
+    if kernels_hopper_gradients.why_not(q, v) is not None:
+        return kernels_triton_bwd.gradients(raw_q, raw_k, q, k, v, *rest)
+    *given, _, launch = rest
+    return kernels_hopper_gradients.gradients(raw_q, raw_k, q, k, v, *given, launch=launch)
+
+
 fwd_h = partial(kernels_triton.fwd_h, carry=carried)
 gated_delta_rule = partial(kernels_triton.gated_delta_rule, begin=prepare, finish=finish)
-gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, carry=carried)
+gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, carry=carried, inside=gradients)

@@ -73,7 +73,7 @@ def _clamped(at, low, high):
 
 
 @gluon.jit
-def _chunk_of(tile, cu_seqlens, T, S, PACKED: gl.constexpr):
+def chunk_of(tile, cu_seqlens, T, S, PACKED: gl.constexpr):
     """(first row, rows) of the chunk of a tile, as `kernels_triton.chunk_of` has them."""
     if PACKED:
         sequence = tile * 0
@@ -187,7 +187,7 @@ def solve_kernel(
     row, betas, gates = (), (), ()
     for s in gl.static_range(SYSTEMS):
         n = gl.minimum(number + s, count - 1)
-        own_row, own_rows = _chunk_of(n // HV, cu_seqlens, T, S, PACKED)
+        own_row, own_rows = chunk_of(n // HV, cu_seqlens, T, S, PACKED)
         own_rows = gl.where(number + s < count, own_rows, 0)
         row = row + (own_row,)
         betas = betas + (_of_chunk(beta, own_row, own_rows, n % HV, HV),)

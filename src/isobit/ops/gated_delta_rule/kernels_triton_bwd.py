@@ -443,9 +443,11 @@ def dhu_of(q: Tensor, v: Tensor) -> Callable[..., Any]:
 
 
 def gated_delta_rule_bwd(
-    launch: Launch = run, dhu: Callable[..., Any] | None = None, carry: States = states, **args: Any
-) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted. `carry` computes the states."""
+    launch: Launch = run, dhu: Callable[..., Any] | None = None, carry: States = states,
+    inside: Callable[..., Any] | None = None, **args: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted. `carry` computes the states,
+    and `inside`, by default `gradients`, each chunk by itself."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "inverse", "do", "dfinal_state")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     raw_q, raw_k, v, g, beta, initial, bounds, inverse, do, dht = given
@@ -455,6 +457,7 @@ def gated_delta_rule_bwd(
     S = B if bounds is None else len(bounds) - 1
     tiles = tiles_of(T, S, bounds)
     chunks = -(-T // CHUNK) if bounds is None else tiles
+    chunk_gradients: Callable[..., Any] = inside or gradients
     if dhu is None:
         on_hopper = v.device.type != "cpu" and hopper_cannot_run(v.device) is None
         dhu = dhu_of(raw_q, v) if on_hopper else portable_states.dhu
@@ -467,12 +470,11 @@ def gated_delta_rule_bwd(
     g2 = None if g is None else gates(g, bounds, launch)
     u, w = folded(k, v, beta, g2, bounds, inverse, launch)
     place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
-    by_value_head = (tiles * HV,)
     h, vn, _ = carry(k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False, launch)
 
     # From the last chunk to the first
     local = u  # of the same shape, and no longer needed
-    launch(local_kernel, by_value_head, q, k, g2, do, local, scale, *place, **sizes)
+    launch(local_kernel, (tiles * HV,), q, k, g2, do, local, scale, *place, **sizes)
     # dhu reads nothing of chunk_indices but their number.
     indices = None if bounds is None else empty(chunks, 2, dtype=torch.int32)
     dh, dh0, dvn = dhu(
@@ -482,8 +484,40 @@ def gated_delta_rule_bwd(
         chunk_offsets=chunk_offsets(bounds, T, launch),
     )  # fmt: skip
 
-    # Each chunk by itself
-    dr, dv = local, empty(*v.shape, dtype=v.dtype)  # `local` is in dvn now
+    dq, dk, dv, dbeta, dgate, dlast = chunk_gradients(
+        raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, normed,
+        local, launch,  # `local` is in dvn now
+    )  # fmt: skip
+    parts, rows = dbeta.shape[:2]
+    out_beta = empty(*beta.shape, dtype=beta.dtype)
+    out_g = None if g is None else empty(*g.shape, dtype=g.dtype)
+    launch(
+        finish_kernel, (tiles * -(-HV // HEADS),),
+        dbeta, dgate, dlast, out_beta, out_g, *place, rows, HV,
+        PARTS=parts, HEADS=HEADS, num_warps=1, num_stages=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    all_of = {"q": dq, "k": dk, "v": dv, "g": out_g, "beta": out_beta}
+    results = [gradient if args[f"want_{name}"] else None for name, gradient in all_of.items()]
+    return *results, None if dh0 is None else dh0.to(initial.dtype)
+
+
+def gradients(
+    raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
+    inverse: Tensor, do: Tensor, vn: Tensor, dvn: Tensor, h: Tensor, dh: Tensor, bounds: Tensor | None,
+    scale: float, v_first: bool, normed: bool, dr: Tensor, launch: Launch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dbeta, dgate, dlast), each chunk by itself; the last three as `finish_kernel` takes them.
+    dr is overwritten."""
+    B, T, HV, V = v.shape
+    H, K = q.shape[2:]
+    S = B if bounds is None else len(bounds) - 1
+    tiles = tiles_of(T, S, bounds)
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=v.device)
+
+    place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
+    by_value_head, dv = (tiles * HV,), empty(*v.shape, dtype=v.dtype)
     ds, m = (empty(tiles, HV, CHUNK, CHUNK, dtype=v.dtype) for _ in range(2))
     # Part 0 of dbeta and dG is that of `dr_kernel` and `inner_kernel`; then each 64 columns of k have one.
     parts, rows = 1 + -(-K // CHUNK), B * T
@@ -506,18 +540,9 @@ def gated_delta_rule_bwd(
         q, k, g2, beta, h, dh, vn, dr, ds, m, dk, dbeta, dgate, dlast, scale, *place, rows,
         V_FIRST=v_first, **sizes,
     )  # fmt: skip
-    out_beta = empty(*beta.shape, dtype=beta.dtype)
-    out_g = None if g is None else empty(*g.shape, dtype=g.dtype)
-    launch(
-        finish_kernel, (tiles * -(-HV // HEADS),),
-        dbeta, dgate, dlast, out_beta, out_g, *place, rows, HV,
-        PARTS=parts, HEADS=HEADS, num_warps=1, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
     if normed:
         dq, dk = norm_gradient(raw_q, dq, launch), norm_gradient(raw_k, dk, launch)
-    all_of = {"q": dq, "k": dk, "v": dv, "g": out_g, "beta": out_beta}
-    results = [gradient if args[f"want_{name}"] else None for name, gradient in all_of.items()]
-    return *results, None if dh0 is None else dh0.to(initial.dtype)
+    return dq, dk, dv, dbeta, dgate, dlast
 
 
 def norm_gradient(x: Tensor, dy: Tensor, launch: Launch) -> Tensor:
