@@ -4,6 +4,7 @@
 """
 import itertools
 import sys
+
 import torch
 from isobit.frame.launch import run
 from isobit.ops.gated_delta_rule import kernels_hopper as KH, kernels_hopper_gradients as KG

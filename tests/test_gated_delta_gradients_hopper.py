@@ -85,7 +85,14 @@ def made(
     args["inverse"] = inverse.to(dtype)
     args["beta"] = drawn(B, T, HV).sigmoid()
     args["g2"] = -drawn(B, T, HV).abs() if "g" in mode else None
-    return args | {"cu_seqlens": cu, "scale": 0.3, "v_first": v_first, "normed": "n" in mode}
+    args |= {"norms": tuple(inverse_norms(raw[n]) for n in raw) if "n" in mode else None}
+    return args | {"cu_seqlens": cu, "scale": 0.3, "v_first": v_first}
+
+
+def inverse_norms(x: Tensor) -> Tensor:
+    """As the model has them, [B, T, H]."""
+    own = x.float().numpy()
+    return torch.from_numpy(np.float32(1) / np.sqrt(model_bwd.halved(own * own, -1) + model.EPS))
 
 
 def places(args: dict[str, Any]) -> list[Any]:
@@ -109,7 +116,7 @@ def places(args: dict[str, Any]) -> list[Any]:
 
 def of_the_class(args: dict[str, Any]) -> dict[str, Tensor]:
     """Steps 9 to 14 by the model, chunk by chunk, with the parts that `finish_kernel` adds."""
-    v, q, dtype, normed = args["v"], args["q"], args["q"].dtype, args["normed"]
+    v, q, dtype, normed = args["v"], args["q"], args["q"].dtype, args["norms"] is not None
     B, T, HV, _ = v.shape
     H, gated, tiles = q.shape[2], args["g2"] is not None, args["states"].shape[0]
     found = {n: torch.full_like(args[n[1:]], UNTOUCHED) for n in ("dq", "dk", "dv")}

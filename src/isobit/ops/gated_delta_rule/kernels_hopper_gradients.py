@@ -64,7 +64,7 @@ from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, ONE_OF_FOUR, rows_of
 from isobit.ops.delta_rule.kernels_hopper_io import ONE, ONE_EACH
 from isobit.ops.gated_delta_rule.kernels_hopper_solve import chunk_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
-from isobit.ops.gated_delta_rule.model import CHUNK, EPS
+from isobit.ops.gated_delta_rule.model import CHUNK
 
 #: Rows of a chunk, and columns of every tile; tiles in a row of q and k, and of v: one for each warpgroup.
 C, HALVES = gl.constexpr(CHUNK), gl.constexpr(2)
@@ -91,9 +91,6 @@ AHEAD = gl.constexpr(2)
 #: Registers per thread at launch, of 12 warps; those of the second warpgroup, the first one has as many; and
 #: those of the warp that loads gates.
 AT_LAUNCH, CONSUMER_REGISTERS, GATE_REGISTERS = 168, gl.constexpr(232), gl.constexpr(40)
-
-_EPS = gl.constexpr(float(EPS))
-
 
 @record
 class Items:
@@ -210,31 +207,36 @@ class Rows:
 
     gate: gl.shared_memory_descriptor  # [64]; 0 where there is no row, and without gates
     beta: gl.shared_memory_descriptor
+    of_q: gl.shared_memory_descriptor  # 1 / norm of a row of q, and of k
+    of_k: gl.shared_memory_descriptor
     end: gl.shared_memory_descriptor  # [1]: the gate of the last row
     item: gl.shared_memory_descriptor  # [1]
     row: gl.shared_memory_descriptor  # [1]: the first of the chunk
     left: gl.shared_memory_descriptor  # [1]: rows of the chunk; 0 after the last item
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor  # [5, 64]: of dr v; of q and k: inverse norms, sums of products
+    sums: gl.shared_memory_descriptor  # [3, 64]: of dr v; of the products for the norms of q and k
     HAS_G: gl.constexpr
+    NORMED: gl.constexpr
 
     @gluon.jit
-    def create(HAS_G: gl.constexpr):
+    def create(HAS_G: gl.constexpr, NORMED: gl.constexpr):
         gate = gl.allocate_shared_memory(gl.float32, [AHEAD, C], ONE_BY_ONE)
         beta = gl.allocate_shared_memory(gl.float32, [AHEAD, C], ONE_BY_ONE)
+        of_q = gl.allocate_shared_memory(gl.float32, [AHEAD, C], ONE_BY_ONE)
+        of_k = gl.allocate_shared_memory(gl.float32, [AHEAD, C], ONE_BY_ONE)
         end = gl.allocate_shared_memory(gl.float32, [AHEAD, 1], ONE)
         item = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
         row = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
         left = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
         full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
-        sums = gl.allocate_shared_memory(gl.float32, [5, C], ONE_BY_ONE)
+        sums = gl.allocate_shared_memory(gl.float32, [3, C], ONE_BY_ONE)
         for i in gl.static_range(AHEAD):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=2)
         fence_async_shared()
-        return Rows(gate, beta, end, item, row, left, full, empty, sums, HAS_G)
+        return Rows(gate, beta, of_q, of_k, end, item, row, left, full, empty, sums, HAS_G, NORMED)
 
     @gluon.jit
     def place(self, stage, phase):
@@ -319,7 +321,7 @@ def _put_number(buffer, x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(items, rows, g, beta):
+def _load_rows(items, rows, g, beta, q_norms, k_norms):
     """The producer of gates and betas. It tells the warpgroups where they are, too: to find the chunk of a
     packed sequence takes a search."""
     i = gl.arange(0, C, ALONG)
@@ -328,8 +330,9 @@ def _load_rows(items, rows, g, beta):
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
         row, left = items.place(t)
         if left > 0:
+            head = t % items.H
             for each in range(items.group):
-                hv = t % items.H * items.group + each
+                hv = head * items.group + each
                 at = (row + i).to(gl.int64) * items.HV + hv
                 of_beta = gl.load(beta + at, mask=i < left, other=0.0).to(gl.float32)
                 gate = gl.zeros((C,), gl.float32, ALONG)
@@ -337,9 +340,17 @@ def _load_rows(items, rows, g, beta):
                 if rows.HAS_G:
                     gate = gl.load(g + at, mask=i < left, other=0.0)
                     end = gl.load(g + (row + left - 1).to(gl.int64) * items.HV + hv)
+                of_q, of_k = gate, gate
+                if rows.NORMED:
+                    key = (row + i).to(gl.int64) * items.H + head
+                    of_q = gl.load(q_norms + key, mask=i < left, other=0.0)
+                    of_k = gl.load(k_norms + key, mask=i < left, other=0.0)
                 mbarrier.wait(rows.empty.index(stage), phase)
                 rows.gate.index(stage).store(gate)
                 rows.beta.index(stage).store(of_beta)
+                if rows.NORMED:
+                    rows.of_q.index(stage).store(of_q)
+                    rows.of_k.index(stage).store(of_k)
                 _put_number(rows.end.index(stage), end, gl.float32)
                 _put_number(rows.item.index(stage), t, gl.int32)
                 _put_number(rows.row.index(stage), row, gl.int32)
@@ -425,7 +436,7 @@ def _put(x, desc, buffer, place, row, left, column, width):
 def _of_states(tiles, WHICH: gl.constexpr):
     """The sum over V of S D for each of the warpgroup's features."""
     total = gl.zeros((C,), gl.float32, OF_ROWS)
-    for v in gl.static_range(HALVES):
+    for v in range(HALVES):
         h, dh = tiles.states.index(HALVES * WHICH + v), tiles.dstates.index(HALVES * WHICH + v)
         if tiles.V_FIRST:
             h, dh = h.permute((1, 0)), dh.permute((1, 0))
@@ -445,39 +456,26 @@ def _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live):
 
 
 @gluon.jit
-def _inverse_norms(raw):
-    """1 / sqrt(sum + EPS) of the rows of both tiles. Columns c and c + 64 are added first."""
-    one, other = raw.index(0).load(OF_TILE).to(gl.float32), raw.index(1).load(OF_TILE).to(gl.float32)
-    size = gl.sqrt_rn(_row_sums(one * one + other * other) + _EPS)
-    return gl.div_rn(gl.full_like(size, 1.0), size)
-
-
-@gluon.jit
-def _norm_gradients(dq, dk, tiles, rows, bars, met, WHICH: gl.constexpr):
+def _norm_gradients(dq, dk, r_q, r_k, tiles, rows, bars, met, WHICH: gl.constexpr):
     """dq and dk of rows before the norm. The first warpgroup has sums over all of K for the rows of q, the
     second one for those of k. Products are sent where dS and M were, and where q was."""
     of_q = reinterpreted(tiles.scores, gl.float32, [C, C], SENT)
     of_k = reinterpreted(tiles.q, gl.float32, [C, C], SENT)
-    if WHICH == 0:
-        rows.sums.index(1).store(_inverse_norms(tiles.raw_q))
-    else:
-        rows.sums.index(2).store(_inverse_norms(tiles.raw_k))
     met = bars.meet(met)  # nobody reads dS, M and q any more
-    r_q, r_k = _down(rows.sums.index(1).load(OF_ROWS)), _down(rows.sums.index(2).load(OF_ROWS))
     n_q = tiles.raw_q.index(WHICH).load(OF_TILE).to(gl.float32) * r_q
     n_k = tiles.raw_k.index(WHICH).load(OF_TILE).to(gl.float32) * r_k
     if WHICH == 0:
         of_k.store(n_k * dk)
         met = bars.meet(met)
-        rows.sums.index(3).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
+        rows.sums.index(1).store(_row_sums(n_q * dq + of_q.load(OF_TILE)))
     else:
         of_q.store(n_q * dq)
         met = bars.meet(met)
-        rows.sums.index(4).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
+        rows.sums.index(2).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
     fence_async_shared()  # TMA writes q, and products read dS and M
     met = bars.meet(met)
-    dq = (dq - n_q * _down(rows.sums.index(3).load(OF_ROWS))) * r_q
-    dk = (dk - n_k * _down(rows.sums.index(4).load(OF_ROWS))) * r_k
+    dq = (dq - n_q * _down(rows.sums.index(1).load(OF_ROWS))) * r_q
+    dk = (dk - n_k * _down(rows.sums.index(2).load(OF_ROWS))) * r_k
     return dq, dk, met
 
 
@@ -491,7 +489,7 @@ def _consume(
 ):  # fmt: skip
     """The warpgroup of tile WHICH of the columns of k and of v."""
     DTYPE: gl.constexpr = dv_desc.dtype
-    i = gl.expand_dims(gl.arange(0, C, OF_ROWS), 1)
+    i = gl.arange(0, C, OF_ROWS)
     j = gl.expand_dims(gl.arange(0, C, OF_COLUMNS), 0)
     zeros = gl.zeros((C, C), gl.float32, OF_TILE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
@@ -499,8 +497,10 @@ def _consume(
     item, row, left = rows.place(stage, phase)
     while left > 0:
         dq, dk = zeros, zeros
-        own_row = row + gl.arange(0, C, OF_ROWS)
-        live = gl.arange(0, C, OF_ROWS) < left
+        r_q, r_k = gl.zeros((C,), gl.float32, OF_ROWS), gl.zeros((C,), gl.float32, OF_ROWS)
+        own_row = row + i
+        live = i < left
+        until = _down(gl.where(live, i, -1))  # one comparison tells whether a row lives and j <= i
         head = item % items.H
         for each in range(items.group):
             hv = head * items.group + each
@@ -548,7 +548,7 @@ def _consume(
             decay = gl.exp2(_down(gate) - gl.expand_dims(rows.gate.index(stage).load(OF_COLUMNS), 0))
             if WHICH == 0:
                 scores = warpgroup_mma_wait(0, deps=(scores,))
-                scores = gl.where((i >= j) & _down(live), scores * decay, 0.0).to(DTYPE)
+                scores = gl.where(j <= until, scores * decay, 0.0).to(DTYPE)
                 mbarrier.wait(bars.has_dr, turn)
                 tiles.scores.index(0).store(scores)
                 fence_async_shared()
@@ -561,7 +561,7 @@ def _consume(
                 # 0 takes the sums of both tiles.
                 db = gl.zeros((C,), gl.float32, OF_ROWS) + rows.sums.index(0).load(OF_ROWS) + db
                 change, kk = warpgroup_mma_wait(0, deps=(change, kk))
-                n = gl.where((i > j) & _down(live), -change * decay, 0.0)
+                n = gl.where(j < until, -change * decay, 0.0)
                 both = (n * _down(beta)).to(DTYPE)
                 tiles.scores.index(1).store(both)
                 fence_async_shared()
@@ -615,12 +615,14 @@ def _consume(
             dk += y
             if rows.HAS_G:
                 gl.store(dgate + part, of_q - _row_sums(keys * y) - beta * from_state, mask=live)
+            if tiles.NORMED:  # those of the last head are used, and all heads have the same ones
+                r_q, r_k = rows.of_q.index(stage).load(OF_ROWS), rows.of_k.index(stage).load(OF_ROWS)
             mbarrier.arrive(rows.empty.index(stage))
             stage, phase = after(stage, phase, AHEAD)
             turn = turn ^ 1
         if tiles.NORMED:
             mbarrier.wait(bars.raw, item_turn)
-            dq, dk, met = _norm_gradients(dq, dk, tiles, rows, bars, met, WHICH)
+            dq, dk, met = _norm_gradients(dq, dk, _down(r_q), _down(r_k), tiles, rows, bars, met, WHICH)
         mbarrier.arrive(bars.queries_free)
         column, width = (head * HALVES + WHICH) * C, items.H * (HALVES * C)
         _put(dq, dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
@@ -632,7 +634,7 @@ def _consume(
 
 @kernel
 def gradients_kernel(
-    dq, dk, dv, dbeta, dgate, dlast, g, beta, cu_seqlens, scale, T, S, H, HV, group, tile_count, all_rows,
+    dq, dk, dv, dbeta, dgate, dlast, g, beta, q_norms, k_norms, cu_seqlens, scale, T, S, H, HV, group, tile_count, all_rows,
     q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc, dvn_desc, inverse_desc, states_desc,
     dstates_desc, dq_desc, dk_desc, dv_desc,
     PACKED: gl.constexpr, HAS_G: gl.constexpr, V_FIRST: gl.constexpr, NORMED: gl.constexpr,
@@ -642,7 +644,7 @@ def gradients_kernel(
         group = gl.to_tensor(1)
     items = Items(cu_seqlens, T, S, H, HV, group, tile_count, PACKED)
     tiles = Tiles.create(q_desc, V_FIRST, NORMED)
-    rows = Rows.create(HAS_G)
+    rows = Rows.create(HAS_G, NORMED)
     bars = Barriers.create()
     gl.warp_specialize(
         [(_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
@@ -651,7 +653,7 @@ def gradients_kernel(
                      dq_desc, dk_desc, dv_desc, ALONE, 1)),
          (_load_tiles, (items, tiles, bars, q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc,
                         dvn_desc, inverse_desc, states_desc, dstates_desc)),
-         (_load_rows, (items, rows, g, beta))],
+         (_load_rows, (items, rows, g, beta, q_norms, k_norms))],
         [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
     )  # fmt: skip
 
@@ -671,11 +673,12 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 def gradients(
     raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
     inverse: Tensor, do: Tensor, new: Tensor, dvn: Tensor, states: Tensor, dstates: Tensor,
-    cu_seqlens: Tensor | None, scale: float, v_first: bool, normed: bool, launch: Launch = run, sms: int = 0,
+    cu_seqlens: Tensor | None, scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None,
+    launch: Launch = run, sms: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, the parts of dbeta and dG [3, rows, HV], and what dG of last rows has in addition [tiles,
-    HV, 2]), where `why_not` is None. q and k are the rows of raw_q and raw_k, divided by their norms if
-    `normed`. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    HV, 2]), where `why_not` is None. `norms`: those that rows of raw_q and raw_k were divided by,
+    inverted, [B, T, H] each; None if q and k are raw_q and raw_k. `sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, HV, _ = v.shape
     H, parts = q.shape[2], 1 + HALVES.value
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -697,10 +700,11 @@ def gradients(
     launch(
         gradients_kernel, (min(tiles * H, sms or sm_count(v.device)),),
         dq, dk, dv, dbeta, *(unused(dbeta) if t is None else t for t in (dgate, dlast, g2)), beta,
+        *((unused(dbeta), unused(dbeta)) if norms is None else norms),
         unused(dbeta) if cu_seqlens is None else cu_seqlens,
         scale, T, S, H, HV, HV // H, tiles, all_rows,
         *(descriptor(matrix(t), CHUNK, CHUNK) for t in (*by_rows, *by_states, *results)),
-        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=normed, ALONE=H == HV,
+        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=norms is not None, ALONE=H == HV,
         **options,
     )  # fmt: skip
     return dq, dk, dv, dbeta, dgate, dlast

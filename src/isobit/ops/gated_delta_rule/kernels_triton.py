@@ -102,14 +102,17 @@ def triangular(left, right, acc, rows):
 
 
 @triton.jit(do_not_specialize=["N"])
-def norm_kernel(x, out, N, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of q or k divided by their norm."""
+def norm_kernel(x, out, norms, N, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of q or k divided by their norm; and the inverse norms, if `norms` is not None."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i_k = tl.arange(0, BK)
     inside = (row < N)[:, None] & (i_k < K)[None, :]
     own = tl.load(x + row[:, None] * K + i_k[None, :], mask=inside, other=0.0).to(tl.float32)
     size = tl.sqrt_rn(row_sums(own * own) + _EPS)
-    own = own * tl.div_rn(tl.full([ROWS], 1.0, tl.float32), size)[:, None]
+    inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), size)
+    if norms is not None:
+        tl.store(norms + row, inverse, mask=row < N)
+    own = own * inverse[:, None]
     tl.store(out + row[:, None] * K + i_k[None, :], narrow(own, out), mask=inside)
 
 
@@ -392,11 +395,11 @@ def tiles_of(T: int, sequences: int, cu_seqlens: Tensor | None) -> int:
     return T // CHUNK + sequences if sequences else 0
 
 
-def l2norm(x: Tensor, launch: Launch = run) -> Tensor:
-    """Rows divided by their norm, like x."""
+def l2norm(x: Tensor, launch: Launch = run, norms: Tensor | None = None) -> Tensor:
+    """Rows divided by their norm, like x. Their inverse norms are stored in `norms`, in fp32."""
     x, N, K = x.contiguous(), x.numel() // x.shape[-1], x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(norm_kernel, (-(-N // ROWS),), x, out, N, K=K, BK=_rows_of(K), ROWS=ROWS, **_OPTIONS)
+    launch(norm_kernel, (-(-N // ROWS),), x, out, norms, N, K=K, BK=_rows_of(K), ROWS=ROWS, **_OPTIONS)
     return out
 
 

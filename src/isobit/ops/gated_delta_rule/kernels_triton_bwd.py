@@ -61,7 +61,7 @@ from isobit.ops.gated_delta_rule.kernels_triton import (
     tiles_of,
     why_not,
 )
-from isobit.ops.gated_delta_rule.model import CHUNK, EPS
+from isobit.ops.gated_delta_rule.model import CHUNK
 
 __all__ = ["gated_delta_rule_bwd", "why_not"]
 
@@ -390,16 +390,16 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_gradient_kernel(
-    x, dy, dx, rows, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
+    x, norms, dy, dx, rows, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dx of y = x r, r = 1 / sqrt(sum of squares + EPS), from dy in fp32: r (dy - x r sum(x r dy))."""
+    """dx of y = x r, where r is the inverse norm of x, from dy in fp32: r (dy - x r sum(x r dy))."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (col < K)[None, :]
     at = row[:, None] * K + col[None, :]
     x_c = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     dy_c = tl.load(dy + at, mask=inside, other=0.0)
-    r = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(row_sums(x_c * x_c) + EPS))
+    r = tl.load(norms + row, mask=row < rows, other=0.0)
     y = x_c * r[:, None]
     own = (dy_c - y * row_sums(y * dy_c)[:, None]) * r[:, None]
     tl.store(dx + at, narrow(own, dx), mask=inside)
@@ -466,7 +466,10 @@ def gated_delta_rule_bwd(
         return torch.empty(size, dtype=dtype, device=v.device)
 
     # What the forward had
-    q, k = (l2norm(raw_q, launch), l2norm(raw_k, launch)) if normed else (raw_q, raw_k)
+    q, k, norms = raw_q, raw_k, None
+    if normed:
+        norms = (empty(*q.shape[:3]), empty(*k.shape[:3]))
+        q, k = (l2norm(x, launch, r) for x, r in zip((raw_q, raw_k), norms, strict=True))
     g2 = None if g is None else gates(g, bounds, launch)
     u, w = folded(k, v, beta, g2, bounds, inverse, launch)
     place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
@@ -485,7 +488,7 @@ def gated_delta_rule_bwd(
     )  # fmt: skip
 
     dq, dk, dv, dbeta, dgate, dlast = chunk_gradients(
-        raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, normed,
+        raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, norms,
         local, launch,  # `local` is in dvn now
     )  # fmt: skip
     parts, rows = dbeta.shape[:2]
@@ -504,10 +507,11 @@ def gated_delta_rule_bwd(
 def gradients(
     raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
     inverse: Tensor, do: Tensor, vn: Tensor, dvn: Tensor, h: Tensor, dh: Tensor, bounds: Tensor | None,
-    scale: float, v_first: bool, normed: bool, dr: Tensor, launch: Launch,
+    scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None, dr: Tensor, launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dbeta, dgate, dlast), each chunk by itself; the last three as `finish_kernel` takes them.
-    dr is overwritten."""
+    q and k are raw_q and raw_k without `norms`, and otherwise divided by their norms; `norms` are the inverse
+    ones. dr is overwritten."""
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
     S = B if bounds is None else len(bounds) - 1
@@ -529,7 +533,7 @@ def gradients(
     launch(
         inner_kernel, by_value_head, k, g2, beta, do, vn, dr, ds, m, dbeta, dgate, *place, **sizes
     )  # fmt: skip
-    dq, dk = (empty(*q.shape, dtype=torch.float32 if normed else q.dtype) for _ in range(2))
+    dq, dk = (empty(*q.shape, dtype=torch.float32 if norms is not None else q.dtype) for _ in range(2))
     by_part = (tiles * H * (parts - 1),)
     launch(
         dq_kernel, by_part,
@@ -540,17 +544,20 @@ def gradients(
         q, k, g2, beta, h, dh, vn, dr, ds, m, dk, dbeta, dgate, dlast, scale, *place, rows,
         V_FIRST=v_first, **sizes,
     )  # fmt: skip
-    if normed:
-        dq, dk = norm_gradient(raw_q, dq, launch), norm_gradient(raw_k, dk, launch)
+    if norms is not None:
+        dq, dk = (
+            norm_gradient(*given, launch)
+            for given in zip((raw_q, raw_k), norms, (dq, dk), strict=True)
+        )
     return dq, dk, dv, dbeta, dgate, dlast
 
 
-def norm_gradient(x: Tensor, dy: Tensor, launch: Launch) -> Tensor:
+def norm_gradient(x: Tensor, norms: Tensor, dy: Tensor, launch: Launch) -> Tensor:
     """That of normalized rows, from dy in fp32."""
     dx, K = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
     rows, width = x.numel() // K, max(16, triton.next_power_of_2(K))
     launch(
-        norm_gradient_kernel, (-(-rows // 16),), x, dy, dx, rows,
-        K=K, WIDTH=width, ROWS=16, EPS=float(EPS), num_warps=4, enable_fp_fusion=False,
+        norm_gradient_kernel, (-(-rows // 16),), x, norms, dy, dx, rows,
+        K=K, WIDTH=width, ROWS=16, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return dx
