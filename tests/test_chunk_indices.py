@@ -218,6 +218,29 @@ def test_another_thread_may_drop_them_meanwhile(
     assert chunk_indices(bounds, 16) is first
 
 
+def test_whoever_changes_them_holds_the_lock(
+    computed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[str] = []
+
+    def watched(name: str) -> Any:
+        def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+            assert module._changing._is_owned(), name  # type: ignore[attr-defined]
+            changes.append(name)
+            return getattr(OrderedDict, name)(self, *args, **kwargs)
+
+        return change
+
+    names = ("__setitem__", "__delitem__", "move_to_end", "pop", "popitem")
+    monkeypatch.setattr(module, "_kept", type("Watched", (OrderedDict,), {n: watched(n) for n in names})())
+    every = [torch.tensor([0, n]) for n in range(1, module.MOST_KEPT + 2)]
+    for bounds in (*every, every[-1]):
+        chunk_indices(bounds, 16)
+    del bounds
+    every.pop()  # freed
+    assert {"__setitem__", "move_to_end", "popitem"} < set(changes) and changes[-1] in ("pop", "__delitem__")
+
+
 def test_threads(computed: list[list[int]]) -> None:
     shared = [torch.tensor([0, n]) for n in range(1, 40)]
     wrong: list[Any] = []
