@@ -1,97 +1,134 @@
-"""On a Hopper GPU: gradients_kernel against the Triton kernels, bit by bit, run to run, and the time of both.
+"""On a Hopper GPU: the one kernel of a chunk's gradients against those of Triton, in bits and in time.
 
-    PYTHONPATH=src python tests/chunk_gradients_on_a_gpu.py            (about a minute)
+    PYTHONPATH=src python tests/chunk_gradients_on_a_gpu.py [times] [bits]
+
+Without an argument both: three minutes, most of which Triton compiles. Exits with 1 if a bit differs. `isobit
+check` compares small calls with the model; here are large ones, each repeated.
 """
-import itertools
+
 import sys
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
 
 import torch
-from isobit.frame.launch import run
-from isobit.ops.gated_delta_rule import kernels_hopper as KH, kernels_hopper_gradients as KG
-from isobit.ops.gated_delta_rule import kernels_triton as KT, kernels_triton_bwd as KB
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
 
+from isobit.frame.launch import run
+from isobit.ops.gated_delta_rule import kernels_hopper, kernels_triton, kernels_triton_bwd
+
+K = 128
 NAMES = ("dq", "dk", "dv", "dbeta", "dgate", "dlast")
 
+#: With an empty sequence, chunks of all kinds of lengths, and a row of no sequence at the end.
+PACKED = [0, 3, 3, 70, 134, 1000, 1063, 2999, 2999]
 
-def made(B, T, H, group, normed=True, gated=True, v_first=False, bounds=None, dtype=torch.bfloat16, seed=0):
-    gen, HV, K = torch.Generator("cuda").manual_seed(seed), H * group, 128
-    r = lambda *s: torch.randn(*s, generator=gen, device="cuda")
-    q, k = (r(B, T, H, K) if normed else torch.nn.functional.normalize(r(B, T, H, K), dim=-1) for _ in range(2))
-    args = dict(q=q.to(dtype), k=k.to(dtype), v=r(B, T, HV, K).to(dtype), do=r(B, T, HV, K).to(dtype))
-    args["g"] = torch.nn.functional.logsigmoid(r(B, T, HV)) / 4 if gated else None
-    args["beta"] = r(B, T, HV).sigmoid()
+
+def inputs(
+    B: int, T: int, H: int, group: int, mode: str = "gn", v_first: bool = False,
+    bounds: list[int] | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the backward gives the kernels inside a chunk. g: gates; n: rows are normalized."""
+    gen, HV, normed = torch.Generator("cuda").manual_seed(T), H * group, "n" in mode
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, device="cuda")
+
+    q, k = (drawn(B, T, H, K) if normed else normalize(drawn(B, T, H, K), dim=-1) for _ in range(2))
+    v, do = (drawn(B, T, HV, K).to(dtype) for _ in range(2))
+    q, k, beta = q.to(dtype), k.to(dtype), drawn(B, T, HV).sigmoid()
+    g = logsigmoid(drawn(B, T, HV)) / 4 if "g" in mode else None
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    kn = KT.l2norm(args["k"]) if normed else args["k"]
-    g2 = KT.gates(args["g"], cu, run) if gated else None
-    _, _, T_b = KH.prepare(kn, args["v"], args["beta"], g2, cu, True)
-    S = B if cu is None else len(bounds) - 1
-    return args | dict(inverse=T_b, cu_seqlens=cu, scale=K**-0.5, state_v_first=v_first, initial_state=None,
-                       dfinal_state=r(S, HV, K, K) if seed % 2 else None, use_qk_l2norm_in_kernel=normed,
-                       want_initial_state=False, **{f"want_{n}": True for n in ("q", "k", "v", "g", "beta")})
+    own_k = kernels_triton.l2norm(k) if normed else k
+    g2 = None if g is None else kernels_triton.gates(g, cu, run)
+    _, _, inverse = kernels_hopper.prepare(own_k, v, beta, g2, cu, True)
+    kept: list[tuple[Any, ...]] = []
 
-
-def inputs_of(args):
-    kept = []
-    def inside(*given):
+    def inside(*given: Any) -> tuple[Any, ...]:
         kept.append(given)
-        return KB.gradients(*given)
-    KH.gated_delta_rule_bwd(inside=inside, **args)
+        return kernels_triton_bwd.gradients(*given)
+
+    kernels_hopper.gated_delta_rule_bwd(
+        inside=inside, q=q, k=k, v=v, g=g, beta=beta, inverse=inverse, do=do, dfinal_state=None,
+        initial_state=None, cu_seqlens=cu, scale=K**-0.5, state_v_first=v_first,
+        use_qk_l2norm_in_kernel=normed, want_initial_state=False,
+        **{f"want_{n}": True for n in ("q", "k", "v", "g", "beta")},
+    )  # fmt: skip
     return kept[0]
 
 
-def timed(fn, n=20):
-    fn(); torch.cuda.synchronize()
-    a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-    a.record()
-    for _ in range(n):
-        fn()
-    b.record(); torch.cuda.synchronize()
-    return a.elapsed_time(b) / n * 1e3
-
-
-def compare(label, args, repeats=5):
-    given = inputs_of(args)
-    cu = args["cu_seqlens"]
-    right = KB.gradients(*given)
-    bad = {}
+def wrong(given: tuple[Any, ...], bounds: list[int] | None, repeats: int) -> list[str]:
+    """The results that differ in a bit, in any of so many calls."""
+    right = kernels_triton_bwd.gradients(*given)
+    found: list[str] = []
     for _ in range(repeats):
-        found = KH.gradients(*given)
-        for n, a, b in zip(NAMES, found, right):
-            if a is None:
+        for name, own, other in zip(NAMES, kernels_hopper.gradients(*given), right, strict=True):
+            if own is None:
                 continue
-            if n == "dlast" and cu is not None:  # tiles without a chunk are not written
-                ends = cu.tolist(); used = []
-                for s, (x, y) in enumerate(zip(ends, ends[1:])):
-                    used += [x // 64 + s + c for c in range(-(-(y - x) // 64))]
-                a, b = a[used], b[used]
-            if cu is not None and n != "dlast":  # nor are rows of no sequence
-                end = int(cu[-1])
-                a, b = (a[:, :end], b[:, :end])
-            wrong = int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
-            if wrong:
-                bad[n] = max(bad.get(n, 0), wrong)
-    print(f"{label:60} {'equal' if not bad else 'DIFFER ' + str(bad)}", flush=True)
-    return given
+            if bounds is not None:  # what belongs to no sequence is not written
+                tiles = [
+                    first // 64 + n + c
+                    for n, (first, end) in enumerate(pairwise(bounds))
+                    for c in range(-(-(end - first) // 64))
+                ]
+                here = (tiles,) if name == "dlast" else (slice(None), slice(0, bounds[-1]))
+                own, other = own[here], other[here]
+            if not torch.equal(own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+                found.append(name)
+    return sorted(set(found))
 
 
-def times():
-    for B, T, H, group in ((4, 8192, 32, 1), (1, 8192, 16, 1), (1, 64, 1, 1), (1, 8192, 16, 2), (1, 8192, 2, 16)):
-        given = compare(f"B={B} T={T} H={H} group={group}", made(B, T, H, group), repeats=20)
-        t, h = timed(lambda: KB.gradients(*given)), timed(lambda: KH.gradients(*given))
-        tokens = B * T * H * group
-        moved = tokens * 2 * (5 * 128 + 64) + tokens // group * 2 * 128 * 6 + tokens // 64 * 2 * 128 * 128 * 2
-        print(f"    triton {t:8.1f} us   one kernel {h:8.1f} us   {moved / h / 1e6:.2f} TB/s", flush=True)
+def us(call: Callable[[], object], calls: int = 20) -> float:
+    call()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / calls * 1e3
 
 
-def bits():
-    for normed, gated, v_first, group in itertools.product((True, False), (True, False), (False, True), (1, 2)):
-        compare(f"dense normed={normed} gated={gated} v_first={v_first} group={group}",
-                made(2, 1000, 4, group, normed, gated, v_first, seed=1))
-    for group, dtype in itertools.product((1, 2), (torch.bfloat16, torch.float16)):
-        compare(f"packed group={group} {dtype}", made(1, 3000, 8, group, bounds=[0, 3, 3, 70, 134, 1000, 1063, 2999, 3000], dtype=dtype))
+def bits() -> bool:
+    cases: list[dict[str, Any]] = [
+        {"B": 2, "T": 1000, "H": 4, "group": group, "mode": mode, "v_first": v_first}
+        for group, mode, v_first in product((1, 2), ("gn", "g", "n", ""), (False, True))
+    ]
+    cases += [
+        {"B": 1, "T": 3000, "H": 8, "group": group, "bounds": PACKED, "dtype": dtype}
+        for group, dtype in product((1, 2), (torch.bfloat16, torch.float16))
+    ]
+    bad = False
+    for case in cases:
+        differ = wrong(inputs(**case), case.get("bounds"), 5)
+        bad |= bool(differ)
+        print(f"{', '.join(differ) + ' DIFFER' if differ else 'equal':20} {case}", flush=True)
+    return bad
+
+
+def times() -> bool:
+    bad = False
+    for B, T, H, group in (
+        (4, 8192, 32, 1),
+        (1, 8192, 16, 1),
+        (1, 64, 1, 1),
+        (1, 8192, 16, 2),
+        (1, 8192, 2, 16),
+    ):
+        given = inputs(B, T, H, group)
+        differ = wrong(given, None, 20)
+        bad |= bool(differ)
+        triton = us(lambda given=given: kernels_triton_bwd.gradients(*given))  # type: ignore[misc]
+        hopper = us(lambda given=given: kernels_hopper.gradients(*given))  # type: ignore[misc]
+        what = f"{', '.join(differ)} DIFFER" if differ else "equal"
+        print(
+            f"{what:20} B={B} T={T} H={H} x {group}: Triton {triton:.0f} us, one kernel {hopper:.0f}",
+            flush=True,
+        )
+    return bad
 
 
 if __name__ == "__main__":
-    times()
-    if "times" not in sys.argv[1:]:
-        bits()
+    wanted = sys.argv[1:] or ["times", "bits"]
+    sys.exit(sum({"times": times, "bits": bits}[name]() for name in wanted))

@@ -112,7 +112,7 @@ def test_few_tokens_have_no_correlation() -> None:
 
 
 def test_a_trainer_waits_for_its_device_twice() -> None:
-    """For the number of tokens, and for all metrics together: more than 20 one by one took 4 ms on an H200."""
+    """For the number of tokens, and for all metrics together: more than 20 one by one took 4 ms on a GPU."""
     waits: list[str] = []
 
     class Watching(TorchDispatchMode):

@@ -34,8 +34,8 @@ class Kept(NamedTuple):
 #: By the id of the bounds and the size of chunks.
 _kept: OrderedDict[tuple[int, int], Kept] = OrderedDict()
 
-#: Held by whoever changes what is kept. Without it four threads raised a KeyError within an OrderedDict, in one
-#: of a hundred runs of `test_threads`. A thread may have it twice, if bounds are freed meanwhile.
+#: Held by whoever changes what is kept. Without it four threads raised a KeyError within an OrderedDict, in
+#: one of a hundred runs of `test_threads`. A thread may have it twice, if bounds are freed meanwhile.
 _changing = RLock()
 
 

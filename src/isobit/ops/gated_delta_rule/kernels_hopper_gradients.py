@@ -92,6 +92,7 @@ AHEAD = gl.constexpr(2)
 #: those of the warp that loads gates.
 AT_LAUNCH, CONSUMER_REGISTERS, GATE_REGISTERS = 168, gl.constexpr(232), gl.constexpr(40)
 
+
 @record
 class Items:
     """All items of a call: a chunk of a key head each."""
@@ -436,7 +437,7 @@ def _put(x, desc, buffer, place, row, left, column, width):
 def _of_states(tiles, WHICH: gl.constexpr):
     """The sum over V of S D for each of the warpgroup's features."""
     total = gl.zeros((C,), gl.float32, OF_ROWS)
-    for v in range(HALVES):
+    for v in range(HALVES):  # not unrolled: this kernel is slower the longer its code is
         h, dh = tiles.states.index(HALVES * WHICH + v), tiles.dstates.index(HALVES * WHICH + v)
         if tiles.V_FIRST:
             h, dh = h.permute((1, 0)), dh.permute((1, 0))
@@ -634,7 +635,8 @@ def _consume(
 
 @kernel
 def gradients_kernel(
-    dq, dk, dv, dbeta, dgate, dlast, g, beta, q_norms, k_norms, cu_seqlens, scale, T, S, H, HV, group, tile_count, all_rows,
+    dq, dk, dv, dbeta, dgate, dlast, g, beta, q_norms, k_norms, cu_seqlens, scale, T, S, H, HV, group,
+    tile_count, all_rows,
     q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc, dvn_desc, inverse_desc, states_desc,
     dstates_desc, dq_desc, dk_desc, dv_desc,
     PACKED: gl.constexpr, HAS_G: gl.constexpr, V_FIRST: gl.constexpr, NORMED: gl.constexpr,
@@ -677,8 +679,8 @@ def gradients(
     launch: Launch = run, sms: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, the parts of dbeta and dG [3, rows, HV], and what dG of last rows has in addition [tiles,
-    HV, 2]), where `why_not` is None. `norms`: those that rows of raw_q and raw_k were divided by,
-    inverted, [B, T, H] each; None if q and k are raw_q and raw_k. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    HV, 2]), where `why_not` is None. `norms`: the inverse norms of raw_q and raw_k, [B, T, H] each; None if q
+    and k are raw_q and raw_k. `sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, HV, _ = v.shape
     H, parts = q.shape[2], 1 + HALVES.value
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -704,7 +706,8 @@ def gradients(
         unused(dbeta) if cu_seqlens is None else cu_seqlens,
         scale, T, S, H, HV, HV // H, tiles, all_rows,
         *(descriptor(matrix(t), CHUNK, CHUNK) for t in (*by_rows, *by_states, *results)),
-        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=norms is not None, ALONE=H == HV,
+        PACKED=cu_seqlens is not None, HAS_G=g2 is not None, V_FIRST=v_first, NORMED=norms is not None,
+        ALONE=H == HV,
         **options,
     )  # fmt: skip
     return dq, dk, dv, dbeta, dgate, dlast

@@ -546,8 +546,7 @@ def gradients(
     )  # fmt: skip
     if norms is not None:
         dq, dk = (
-            norm_gradient(*given, launch)
-            for given in zip((raw_q, raw_k), norms, (dq, dk), strict=True)
+            norm_gradient(*given, launch) for given in zip((raw_q, raw_k), norms, (dq, dk), strict=True)
         )
     return dq, dk, dv, dbeta, dgate, dlast
 
