@@ -49,10 +49,11 @@ GENERATED = re.compile(r"^<!-- (results|op):[^\n]* -->$.*?^<!-- /\1 -->$", re.M 
 
 
 def bad_words(text: str) -> Iterator[str]:
-    for line in GENERATED.sub("", text).splitlines():
-        for word, better in WORDS_TO_AVOID.items():
-            if hit := re.search(rf"(?<![\w-]){word}(?![\w-])", line, re.I if word.islower() else 0):
-                yield f"{line.strip()[:90]}  ({hit[0]}: {better})"
+    text = GENERATED.sub("", text)
+    for word, better in WORDS_TO_AVOID.items():  # no word has a line's end in it
+        for hit in re.finditer(rf"(?<![\w-]){word}(?![\w-])", text, re.I if word.islower() else 0):
+            line = text[text.rfind("\n", 0, hit.start()) + 1 :].partition("\n")[0]
+            yield f"{line.strip()[:90]}  ({hit[0]}: {better})"
 
 
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
