@@ -263,7 +263,9 @@ def test_a_call_without_tokens_launches_nothing() -> None:
 
 
 @pytest.mark.parametrize(("K", "called"), [(128, True), (64, False)])
-def test_the_backward_takes_it_where_it_serves(K: int, called: bool) -> None:
+def test_the_backward_takes_it_where_it_serves(K: int, called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: 132)
+
     def on_meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -280,6 +282,14 @@ def test_the_backward_takes_it_where_it_serves(K: int, called: bool) -> None:
     assert ("gradients_kernel" in names) == called and ("dk_kernel" in names) != called
     for found, n in zip(results, ("q", "k", "v", "g", "beta"), strict=False):
         assert found is not None and (found.shape, found.dtype) == (args[n].shape, args[n].dtype)
+
+
+def test_few_chunks_of_many_heads_are_left_to_kernels_that_spread_them() -> None:
+    def spread(items: int, group: int) -> bool:
+        return kernels_hopper.is_spread(items, group, 132)
+
+    assert spread(1, 1) and spread(1, 2) and spread(16384, 1) and spread(2048, 2) and spread(256, 16)
+    assert not spread(1, 4) and not spread(4, 32) and not spread(32, 16)
 
 
 def test_says_what_it_does_not_serve() -> None:

@@ -1,14 +1,19 @@
 """Between the launches of a call there are allocations and views, and nothing else. So a call can be recorded
 and made again as nothing but its launches, and no launch waits for a kernel of PyTorch's."""
 
+import pkgutil
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import JITFunction
 
+import isobit.kernels
+import isobit.ops
 from isobit.frame.launch import Recorder
 from isobit.kernels.host.token_stream import Stream
 from isobit.ops.det_gemm import kernels_hopper as products
@@ -129,3 +134,27 @@ def test_arithmetic_between_launches_is_noticed() -> None:
         count.zero_()
 
     assert between_launches(call) == ["aten::add", "aten::floor_divide", "aten::zero_"]
+
+
+def kernels_of_the_package() -> set[str]:
+    """Modules and names of all kernels that a launcher can launch."""
+    there: set[str] = set()
+    for package in (isobit.ops, isobit.kernels):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if "kernels" in found.name:
+                members = vars(import_module(found.name)).values()
+                fns = [one.fn for one in members if isinstance(one, JITFunction)]
+                there |= {f"{fn.__module__}:{fn.__name__}" for fn in fns if fn.__name__.endswith("_kernel")}
+    return there - {"isobit.ops.attention.kernels_hopper_decode:wait_for_previous_kernel"}  # part of others
+
+
+def test_proofs_record_every_kernel() -> None:
+    """So the law `compile` compiles it, whether or not a machine has a GPU."""
+    recorder = Recorder()
+    for proof in proofs().values():
+        for backend, kernels in proof.kernels.items():
+            for dtype in (BF16, torch.float16, *([] if "hopper" in backend else [F32])):
+                kernels.record(recorder, dtype)
+    recorded = {f"{kernel.fn.__module__}:{kernel.fn.__name__}" for kernel, _, _ in recorder.launches}
+    there = kernels_of_the_package()
+    assert len(there) > 60 and there - recorded == set()

@@ -21,6 +21,7 @@ from isobit.ops.gated_delta_rule import kernels_hopper_gradients, kernels_triton
 from isobit.ops.gated_delta_rule.kernels_hopper_outputs import MOST_STAGES, outputs
 from isobit.ops.gated_delta_rule.kernels_hopper_solve import WIDEST, solve
 from isobit.ops.gated_delta_rule.kernels_hopper_states import states
+from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 
 
 def why_not(args: dict[str, Any]) -> str | None:
@@ -79,12 +80,28 @@ def finish(
     return kernels_triton.outputs(q, k, w, u, g2, initial, cu_seqlens, *rest, carry=carried)
 
 
-def gradients(raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Those of each chunk by itself: the `inside` of `kernels_triton_bwd.gated_delta_rule_bwd`."""
-    if kernels_hopper_gradients.why_not(q, v) is not None:
-        return kernels_triton_bwd.gradients(raw_q, raw_k, q, k, v, *rest)
-    *given, _, launch = rest
-    return kernels_hopper_gradients.gradients(raw_q, raw_k, q, k, v, *given, launch=launch)
+def is_spread(items: int, group: int, sms: int) -> bool:
+    """Whether one kernel for gradients of a chunk is expected to be no slower than several. An item there is
+    a chunk of a key head. Its value heads follow one another: 12 to 16 us each on an H200, where several took
+    0.16 to 0.24 us for each chunk of a value head (2026-11), and some 40 us however few there are."""
+    return -(-items // sms) * group * 14 <= 40 + 0.2 * items * group
+
+
+def gradients(
+    raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
+    inverse: Tensor, do: Tensor, vn: Tensor, dvn: Tensor, h: Tensor, dh: Tensor, bounds: Tensor | None,
+    scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None, dr: Tensor, launch: Launch,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Those of each chunk by itself, as `kernels_triton_bwd.gradients` has them."""
+    B, T, H, _ = q.shape
+    items = H * tiles_of(T, B if bounds is None else len(bounds) - 1, bounds)
+    given = (
+        raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, norms,
+    )  # fmt: skip
+    spread = is_spread(items, v.shape[2] // H, sm_count(v.device))
+    if spread and kernels_hopper_gradients.why_not(q, v) is None:
+        return kernels_hopper_gradients.gradients(*given, launch=launch)
+    return kernels_triton_bwd.gradients(*given, dr, launch)
 
 
 fwd_h = partial(kernels_triton.fwd_h, carry=carried)

@@ -161,7 +161,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
     from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
 
     empty, dtype = _empty(F16 if dtype == F32 else dtype), F16 if dtype == F32 else dtype
-    calls: list[Call] = [(128, 128, "gh", False, False), (64, 16, "n", True, True)]
+    calls: list[Call] = [(128, 128, "ghn", False, False), (64, 16, "n", True, True)]
     T, H, HV = 256, 1, 2
     for K, V, mode, v_first, packed in calls if dtype == BF16 else calls[1:]:
         S = 3 if packed else 1
@@ -176,6 +176,8 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         kernels_triton.gated_delta_rule(
             launch, **args, output_final_state="h" in mode, return_inverse="h" in mode
         )
+        if packed:
+            kernels_triton_bwd.chunk_offsets(args["cu_seqlens"], T, launch)
         if dtype != BF16 or packed:
             continue
         wanted: Args = {f"want_{name}": args[name] is not None for name in forward.differentiable}
@@ -212,9 +214,10 @@ def record_states(module: str, launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_parts(launch: Any, dtype: torch.dtype) -> None:
-    """What Hopper has of its own besides the states: inverses and outputs, with a gate, packed and with all
-    that there can be, and without."""
-    from isobit.ops.gated_delta_rule import kernels_hopper
+    """What Hopper has of its own besides the states: inverses, outputs and gradients, with a gate, packed and
+    with all that there can be, and without."""
+    from isobit.ops.gated_delta_rule import kernels_hopper, kernels_hopper_gradients
+    from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 
     T, H, HV, full = 256, 1, 2, dtype == BF16
     empty, K = _empty(BF16 if full else F16), 128 if full else 64
@@ -225,6 +228,12 @@ def record_parts(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper.outputs(
         keys, keys, values, values, gate, state, bounds, 0.1, v_first=full, want_final=full, launch=launch
     )
+    keys, values = empty(1, T, H if full else HV, 128), empty(1, T, HV, 128)
+    inverses, states = empty(1, T, HV, CHUNK), empty(tiles_of(T, 3 if full else 1, bounds), HV, 128, 128)
+    kernels_hopper_gradients.gradients(
+        keys, keys, keys, keys, values, gate, empty(1, T, HV, dtype=F32), inverses, values, values, values,
+        states, states, bounds, 0.1, full, (empty(1, T, H, dtype=F32),) * 2 if full else None, launch, 132,
+    )  # fmt: skip
 
 
 # Cases
