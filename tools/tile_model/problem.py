@@ -68,7 +68,7 @@ class Problem:
 
 
 def _name(tile: Tile) -> str:
-    return f"{tile.rows}x{tile.columns}{' swapped' if tile.swapped else ''}"
+    return f"{tile.rows}x{tile.columns}{' swapped' if tile.swapped else ''}{' halved' if tile.halved else ''}"
 
 
 def _every_tile() -> Iterator[Tile]:
@@ -83,6 +83,9 @@ def _every_tile() -> Iterator[Tile]:
                 at_launch, own = tile.registers
                 if tile.stages >= 3 and columns // 2 + 40 <= (own or at_launch):
                     yield tile
+                    halved = fitted(consumers, columns, swapped, ITEMSIZE, halved=columns >= 128)
+                    if halved.halved and not tile.rest and halved.stages > tile.stages:
+                        yield halved
 
 
 def _multiply(tile: Tile, out: Tensor, x: Tensor, w: Tensor) -> None:

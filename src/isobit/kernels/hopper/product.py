@@ -93,11 +93,13 @@ class Output:
     def create(
         pipe, out, ld, M, N, extra, desc, OFFSET: gl.constexpr, COLUMNS: gl.constexpr,
         LAYOUT: gl.constexpr, SWAPPED: gl.constexpr, HAS_EXTRA: gl.constexpr, STAGED: gl.constexpr,
+        staging=None,
     ):  # fmt: skip
-        staging = pipe.a_ring  # unused unless STAGED
-        if STAGED:
-            shape: gl.constexpr = [pipe.CONSUMERS] + desc.block_type.shape
-            staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+        if staging is None:
+            staging = pipe.a_ring  # unused unless STAGED
+            if STAGED:
+                shape: gl.constexpr = [pipe.CONSUMERS] + desc.block_type.shape
+                staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         return Output(
             out, ld, M, N, extra, desc, staging, OFFSET, COLUMNS, LAYOUT, SWAPPED, HAS_EXTRA, STAGED
         )
@@ -131,7 +133,7 @@ class Output:
         if self.STAGED:
             row = pipe.row(m * pipe.CONSUMERS + WHICH)
             column = pipe.column(n) + self.OFFSET
-            others: gl.constexpr = 1 if pipe.REST else 0
+            others: gl.constexpr = 1 if pipe.REST and 2 * pipe.REST != pipe.COLUMNS else 0
             put_tile(acc, self.desc, self.staging, row, column, WHICH, self.SWAPPED, others)
         else:
             i, j = self.place(pipe, m, n, WHICH)
@@ -152,7 +154,12 @@ def outputs(
         HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
     )  # fmt: skip
     rest = output
-    if pipe.REST:
+    if pipe.REST == WIDE:  # equal halves leave through one buffer
+        rest = Output.create(
+            pipe, out, ld, M, N, bias, rest_desc, OFFSET=WIDE, COLUMNS=pipe.REST, LAYOUT=LAYOUT_REST,
+            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED, staging=output.staging,
+        )  # fmt: skip
+    elif pipe.REST:
         rest = Output.create(
             pipe, out, ld, M, N, bias, rest_desc, OFFSET=WIDE, COLUMNS=pipe.REST, LAYOUT=LAYOUT_REST,
             SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,

@@ -64,6 +64,7 @@ class Tile:
     swapped: bool
     group: int = 16
     accumulators: int = 1  # per consumer: segmented sums need one for the segment and one for the total
+    halved: bool = False  # two equal accumulators, stored one after the other through one buffer
 
     @cached_property
     def rows(self) -> int:
@@ -71,7 +72,9 @@ class Tile:
 
     @cached_property
     def rest(self) -> int:
-        """The last columns, which have an accumulator of their own; 0 if `columns` is a power of two."""
+        """The last columns, which have an accumulator of their own; 0 if all have one."""
+        if self.halved:
+            return self.columns // 2
         return self.columns - (1 << self.columns.bit_length() - 1)
 
     @cached_property
@@ -90,14 +93,15 @@ class Tile:
 
 
 def fitted(
-    consumers: int, columns: int, swapped: bool, itemsize: int, *, step: int = 0, **others: int
-) -> Tile:
+    consumers: int, columns: int, swapped: bool, itemsize: int, *, step: int = 0, halved: bool = False,
+    **others: int,
+) -> Tile:  # fmt: skip
     """A tile with as many stages as fit next to its staged output of `itemsize` bytes per element."""
     rows = 64 * consumers
     step = step or (128 if rows + columns <= 160 else 64)
-    left = SHARED_BYTES - rows * columns * itemsize
+    left = SHARED_BYTES - rows * columns * itemsize // (2 if halved else 1)
     stages = min(12, left // ((rows + columns) * step * 2))
-    return Tile(consumers, columns, step, stages, swapped, **others)
+    return Tile(consumers, columns, step, stages, swapped, halved=halved, **others)
 
 
 @lru_cache(maxsize=64)
