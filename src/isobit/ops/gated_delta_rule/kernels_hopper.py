@@ -83,7 +83,8 @@ def finish(
 def is_spread(items: int, group: int, sms: int) -> bool:
     """Whether one kernel for gradients of a chunk is expected to be no slower than several. An item there is
     a chunk of a key head. Its value heads follow one another: 12 to 16 us each on an H200, where several took
-    0.16 to 0.24 us for each chunk of a value head (2026-11), and some 40 us however few there are."""
+    0.16 to 0.24 us for each chunk of a value head (2026-11). That several take 40 us however few chunks there
+    are is assumed: some 6 us for each launch. The rule itself was not timed."""
     return -(-items // sms) * group * 14 <= 40 + 0.2 * items * group
 
 
