@@ -16,6 +16,7 @@ from attention_on_a_cpu import slowed
 from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.delta_rule import kernels_hopper as backwards
+from isobit.ops.delta_rule import kernels_hopper_io as backwards_io
 from isobit.ops.gated_delta_rule import (
     kernels_hopper,
     kernels_hopper_gradients,
@@ -42,7 +43,7 @@ def on_a_cpu(args: dict[str, Any], programs: int = 2) -> dict[str, Tensor]:
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         device = Walked(grid[0], Steps)
         scope = device.scope(
-            hopper_pipe, kernels_hopper_gradients, kernels_hopper_solve,
+            hopper_pipe, kernels_hopper_gradients, kernels_hopper_solve, backwards_io, backwards,
             tma_store=device.store_box, tma=SimpleNamespace(store_wait=device.store_wait),
             reinterpreted=Room.reinterpret,
         )  # fmt: skip

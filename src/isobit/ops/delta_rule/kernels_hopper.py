@@ -88,11 +88,17 @@ ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
+def clear(tile, left):
+    """Zeros the rows of a tile that belong to another sequence: those from `left` on. Not fenced."""
+    token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, BY_ROWS)), 1)
+    tile.store(gl.where(token < left, tile.load(BY_ROWS), 0.0))
+
+
+@gluon.jit
 def clear_rows(one, other, left):
     """Zeros the rows of two tiles that belong to another sequence."""
-    token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, BY_ROWS)), 1)
-    one.store(gl.where(token < left, one.load(BY_ROWS), 0.0))
-    other.store(gl.where(token < left, other.load(BY_ROWS), 0.0))
+    clear(one, left)
+    clear(other, left)
     fence_async_shared()
 
 

@@ -40,6 +40,12 @@ ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
+@gluon.jit
+def put_number(buffer, x, DTYPE: gl.constexpr):
+    """A loading warp stores one number: shared memory stores tensors, not scalars."""
+    buffer.store(gl.full((1,), 0, DTYPE, ONE_EACH) + x)
+
+
 @record
 class Item:
     """64 columns of one head's state in one sequence."""
@@ -188,7 +194,7 @@ def load_chunks(items, ring):
             if not ring.FORWARD:
                 bar = ring.ready.index(2 * stage + QDO)
                 mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
-                ring.left.index(stage).store(gl.full((1,), 0, gl.int32, ONE_EACH) + (item.tokens - start))
+                put_number(ring.left.index(stage), item.tokens - start, gl.int32)
                 mbarrier.expect(bar, WIDE + SLIM)
                 tma_load(ring.do_desc, [row, by_v], bar, ring.do.index(stage))
                 tma_load(ring.q_desc, [row, by_k], bar, ring.q.index(stage))
@@ -208,7 +214,7 @@ def load_chunks(items, ring):
         # The consumer starts the product of q and do of a chunk before it finishes the previous one, and so
         # also after the last chunk. The result of that one is not used.
         mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
-        ring.left.index(stage).store(gl.full((1,), 64, gl.int32, ONE_EACH))
+        put_number(ring.left.index(stage), 64, gl.int32)
         mbarrier.arrive(ring.ready.index(2 * stage + QDO))
 
 

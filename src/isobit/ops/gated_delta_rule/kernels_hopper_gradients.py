@@ -60,8 +60,8 @@ from isobit.kernels.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, ONE_OF_FOUR, rows_of
-from isobit.ops.delta_rule.kernels_hopper_io import ONE, ONE_EACH
+from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, ONE_OF_FOUR, clear, rows_of
+from isobit.ops.delta_rule.kernels_hopper_io import ONE, ONE_EACH, put_number
 from isobit.ops.gated_delta_rule.kernels_hopper_solve import chunk_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 from isobit.ops.gated_delta_rule.model import CHUNK
@@ -87,6 +87,9 @@ SENT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 #: Gates and betas of how many value heads are loaded ahead.
 AHEAD = gl.constexpr(2)
+
+#: Parts of dbeta and of dG.
+PARTS = gl.constexpr(3)
 
 #: Registers per thread at launch, of 12 warps; those of the second warpgroup, the first one has as many; and
 #: those of the warp that loads gates.
@@ -216,6 +219,8 @@ class Rows:
     left: gl.shared_memory_descriptor  # [1]: rows of the chunk; 0 after the last item
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor  # [6, 64] for each stage: the parts of dbeta and of dG, for `_flush`
+    last: gl.shared_memory_descriptor  # [2, 1] for each stage: those of dlast
     sums: gl.shared_memory_descriptor  # [3, 64]: of dr v; of the products for the norms of q and k
     HAS_G: gl.constexpr
     NORMED: gl.constexpr
@@ -232,12 +237,14 @@ class Rows:
         left = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], ONE)
         full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+        out = gl.allocate_shared_memory(gl.float32, [AHEAD * 2 * PARTS, C], ONE_BY_ONE)
+        last = gl.allocate_shared_memory(gl.float32, [AHEAD * HALVES, 1], ONE)
         sums = gl.allocate_shared_memory(gl.float32, [3, C], ONE_BY_ONE)
         for i in gl.static_range(AHEAD):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=2)
         fence_async_shared()
-        return Rows(gate, beta, of_q, of_k, end, item, row, left, full, empty, sums, HAS_G, NORMED)
+        return Rows(gate, beta, of_q, of_k, end, item, row, left, full, empty, out, last, sums, HAS_G, NORMED)
 
     @gluon.jit
     def place(self, stage, phase):
@@ -316,18 +323,34 @@ def _load_tiles(
 
 
 @gluon.jit
-def _put_number(buffer, x, DTYPE: gl.constexpr):
-    """Shared memory stores tensors, not scalars."""
-    buffer.store(gl.full((1,), 0, DTYPE, ONE_EACH) + x)
+def _flush(items, rows, dbeta, dgate, dlast, stage, row, left, hv, tile, all_rows):
+    """Store what the warpgroups have left at a stage for the rows of a value head: here no fence of theirs
+    waits for it."""
+    i = gl.arange(0, C, ALONG)
+    at = (row + i).to(gl.int64) * items.HV + hv
+    for part in gl.static_range(PARTS):
+        to = at + part * all_rows.to(gl.int64) * items.HV
+        gl.store(dbeta + to, rows.out.index(2 * PARTS * stage + part).load(ALONG), mask=i < left)
+        if rows.HAS_G:
+            gl.store(dgate + to, rows.out.index(2 * PARTS * stage + PARTS + part).load(ALONG), mask=i < left)
+    if rows.HAS_G:
+        here = gl.arange(0, 1, ONE_EACH)
+        own = dlast + (tile * items.HV + hv).to(gl.int64) * HALVES
+        for half in gl.static_range(HALVES):
+            x = rows.last.index(HALVES * stage + half).load(ONE_EACH)
+            gl.store(own + half + here, x, mask=here < left)
 
 
 @gluon.jit
-def _load_rows(items, rows, g, beta, q_norms, k_norms):
+def _load_rows(items, rows, g, beta, q_norms, k_norms, dbeta, dgate, dlast, all_rows):
     """The producer of gates and betas. It tells the warpgroups where they are, too: to find the chunk of a
     packed sequence takes a search."""
     i = gl.arange(0, C, ALONG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    # The value heads before: whose results are at this stage, and at the other one.
+    old_row, old_left, old_hv, old_tile = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    new_row, new_left, new_hv, new_tile = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
         row, left = items.place(t)
         if left > 0:
@@ -347,20 +370,27 @@ def _load_rows(items, rows, g, beta, q_norms, k_norms):
                     of_q = gl.load(q_norms + key, mask=i < left, other=0.0)
                     of_k = gl.load(k_norms + key, mask=i < left, other=0.0)
                 mbarrier.wait(rows.empty.index(stage), phase)
+                _flush(items, rows, dbeta, dgate, dlast, stage, old_row, old_left, old_hv, old_tile, all_rows)
+                old_row, old_left, old_hv, old_tile = new_row, new_left, new_hv, new_tile
+                new_row, new_left, new_hv, new_tile = row, left, hv, t // items.H
                 rows.gate.index(stage).store(gate)
                 rows.beta.index(stage).store(of_beta)
                 if rows.NORMED:
                     rows.of_q.index(stage).store(of_q)
                     rows.of_k.index(stage).store(of_k)
-                _put_number(rows.end.index(stage), end, gl.float32)
-                _put_number(rows.item.index(stage), t, gl.int32)
-                _put_number(rows.row.index(stage), row, gl.int32)
-                _put_number(rows.left.index(stage), left, gl.int32)
+                put_number(rows.end.index(stage), end, gl.float32)
+                put_number(rows.item.index(stage), t, gl.int32)
+                put_number(rows.row.index(stage), row, gl.int32)
+                put_number(rows.left.index(stage), left, gl.int32)
                 mbarrier.arrive(rows.full.index(stage))
                 stage, phase = after(stage, phase, AHEAD)
     mbarrier.wait(rows.empty.index(stage), phase)
-    _put_number(rows.left.index(stage), 0, gl.int32)
+    _flush(items, rows, dbeta, dgate, dlast, stage, old_row, old_left, old_hv, old_tile, all_rows)
+    put_number(rows.left.index(stage), 0, gl.int32)
     mbarrier.arrive(rows.full.index(stage))
+    stage, phase = after(stage, phase, AHEAD)
+    mbarrier.wait(rows.empty.index(stage), phase)
+    _flush(items, rows, dbeta, dgate, dlast, stage, new_row, new_left, new_hv, new_tile, all_rows)
 
 
 # Pieces of the computation
@@ -413,17 +443,8 @@ def _chain(left, right, zero, TURN_RIGHT: gl.constexpr, FIRST: gl.constexpr = 0)
 
 
 @gluon.jit
-def _clear(buffer, left):
-    """Zeros the rows of a tile from row `left` on."""
-    i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)), 1)
-    buffer.store(gl.where(i < left, buffer.load(BY_ROWS), 0.0))
-
-
-@gluon.jit
-def _put(x, desc, buffer, place, row, left, column, width):
-    """Store a tile of a result, rounded, through a buffer: by TMA, or with a mask if it has fewer rows."""
-    buffer.store(x.to(desc.dtype))
-    fence_async_shared()
+def _send(desc, buffer, place, row, left, column, width):
+    """Store what is in a buffer, and fenced: by TMA, or with a mask if it has fewer rows."""
     if left >= C:
         tma_store(desc, [row, column], buffer)
     else:
@@ -446,14 +467,14 @@ def _of_states(tiles, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live):
+def _keep_of_system(db, n, kk, tiles, rows, stage):
     """The first parts of dbeta and dG: what they have from N and M."""
-    gl.store(dbeta + at, db + _row_sums(n * kk), mask=live)
+    rows.out.index(2 * PARTS * stage).store(db + _row_sums(n * kk))
     if rows.HAS_G:
         m = tiles.scores.index(1)  # to load 16-bit numbers is faster than to convert them in registers
         of_rows = _row_sums(m.load(OF_TILE).to(gl.float32) * kk)
         of_columns = _row_sums(m.permute((1, 0)).load(OF_TILE).to(gl.float32) * kk)  # kk is symmetric
-        gl.store(dgate + at, of_rows - of_columns, mask=live)
+        rows.out.index(2 * PARTS * stage + PARTS).store(of_rows - of_columns)
 
 
 @gluon.jit
@@ -485,8 +506,8 @@ def _norm_gradients(dq, dk, r_q, r_k, tiles, rows, bars, met, WHICH: gl.constexp
 
 @gluon.jit
 def _consume(
-    items, tiles, rows, bars, dq_at, dk_at, dv_at, dbeta, dgate, dlast, scale, all_rows,
-    dq_desc, dk_desc, dv_desc, ALONE: gl.constexpr, WHICH: gl.constexpr,
+    items, tiles, rows, bars, dq_at, dk_at, dv_at, scale, dq_desc, dk_desc, dv_desc,
+    ALONE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup of tile WHICH of the columns of k and of v."""
     DTYPE: gl.constexpr = dv_desc.dtype
@@ -499,29 +520,26 @@ def _consume(
     while left > 0:
         dq, dk = zeros, zeros
         r_q, r_k = gl.zeros((C,), gl.float32, OF_ROWS), gl.zeros((C,), gl.float32, OF_ROWS)
-        own_row = row + i
         live = i < left
         until = _down(gl.where(live, i, -1))  # one comparison tells whether a row lives and j <= i
         head = item % items.H
         for each in range(items.group):
             hv = head * items.group + each
             zero = gl.minimum(hv, 0)
-            at = own_row.to(gl.int64) * items.HV + hv
-            part = at + (1 + WHICH) * all_rows.to(gl.int64) * items.HV
             mbarrier.wait(rows.full.index(stage), phase)
             gate, beta = rows.gate.index(stage).load(OF_ROWS), rows.beta.index(stage).load(OF_ROWS)
             mbarrier.wait(bars.first, turn)
             if left < C:
                 mbarrier.wait(bars.pair, turn)
-                _clear(tiles.dr.index(WHICH), left)
-                _clear(tiles.new.index(WHICH), left)
+                clear(tiles.dr.index(WHICH), left)
+                clear(tiles.new.index(WHICH), left)
                 if WHICH == 0:
-                    _clear(tiles.inverse.index(0), left)
+                    clear(tiles.inverse.index(0), left)
                 if each == 0:
                     mbarrier.wait(bars.keys, item_turn)
-                    _clear(tiles.k.index(WHICH), left)
+                    clear(tiles.k.index(WHICH), left)
                     mbarrier.wait(bars.queries, item_turn)
-                    _clear(tiles.q.index(WHICH), left)
+                    clear(tiles.q.index(WHICH), left)
                 fence_async_shared()
                 met = bars.meet(met)
             # dr, db and dv
@@ -538,10 +556,9 @@ def _consume(
                 tma.store_wait(0)  # dq and dk of the last item
                 mbarrier.arrive(bars.raw_free)
             column = (hv * HALVES + WHICH) * C
-            _put(
-                dr * _down(beta), dv_desc, tiles.v.index(WHICH), dv_at, row, left, column,
-                items.HV * (HALVES * C),
-            )  # fmt: skip
+            tiles.v.index(WHICH).store((dr * _down(beta)).to(DTYPE))
+            fence_async_shared()
+            _send(dv_desc, tiles.v.index(WHICH), dv_at, row, left, column, items.HV * (HALVES * C))
             # dS, or M. The other warpgroup is done with the last ones: it has this dr.
             mbarrier.wait(bars.pair, turn)
             if WHICH == 0:  # not earlier: a fence waits for products in flight, and the other one for dr
@@ -568,14 +585,14 @@ def _consume(
                 fence_async_shared()
                 mbarrier.arrive(bars.has_m)
                 if not ALONE:
-                    _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
+                    _keep_of_system(db, n, kk, tiles, rows, stage)
             # Own columns of k
             mbarrier.wait(bars.states, turn)
             z = _chain(tiles.dr, tiles.states, zero, not tiles.V_FIRST, HALVES * WHICH)
             x = _chain(tiles.do, tiles.states, zero, not tiles.V_FIRST, HALVES * WHICH)
             y = _chain(tiles.new, tiles.dstates, zero, not tiles.V_FIRST, HALVES * WHICH)
             if ALONE and WHICH == 1:
-                _store_of_system(db, n, kk, tiles, rows, dbeta, dgate, at, live)
+                _keep_of_system(db, n, kk, tiles, rows, stage)
             if rows.HAS_G:
                 of_states = _of_states(tiles, WHICH)
             x, y, z = warpgroup_mma_wait(0, deps=(x, y, z))
@@ -585,7 +602,7 @@ def _consume(
             keys = tiles.k.index(WHICH).load(OF_TILE).to(gl.float32)
             start = gl.exp2(gate)
             from_state = start * _row_sums(keys * z)
-            gl.store(dbeta + part, -from_state, mask=live)
+            rows.out.index(2 * PARTS * stage + 1 + WHICH).store(-from_state)
             x = x * _down(start)
             z = -(z * _down(beta * start))
             mbarrier.wait(bars.has_ds, turn)
@@ -610,12 +627,14 @@ def _consume(
             y = y * _down(gl.where(live, gl.exp2(end - gate), 0.0))
             if rows.HAS_G:
                 last = _whole_sum(_row_sums(keys * y), of_states, gl.exp2(end))
-                own = item // items.H * items.HV + hv
-                gl.store(dlast + own.to(gl.int64) * HALVES + WHICH, last)
+                rows.last.index(HALVES * stage + WHICH).store(
+                    gl.full((1,), 0.0, gl.float32, ONE_OF_FOUR) + last
+                )
             y = y + s * scale
             dk += y
             if rows.HAS_G:
-                gl.store(dgate + part, of_q - _row_sums(keys * y) - beta * from_state, mask=live)
+                own = of_q - _row_sums(keys * y) - beta * from_state
+                rows.out.index(2 * PARTS * stage + PARTS + 1 + WHICH).store(own)
             if tiles.NORMED:  # those of the last head are used, and all heads have the same ones
                 r_q, r_k = rows.of_q.index(stage).load(OF_ROWS), rows.of_k.index(stage).load(OF_ROWS)
             mbarrier.arrive(rows.empty.index(stage))
@@ -626,8 +645,11 @@ def _consume(
             dq, dk, met = _norm_gradients(dq, dk, _down(r_q), _down(r_k), tiles, rows, bars, met, WHICH)
         mbarrier.arrive(bars.queries_free)
         column, width = (head * HALVES + WHICH) * C, items.H * (HALVES * C)
-        _put(dq, dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
-        _put(dk, dk_desc, tiles.raw_k.index(WHICH), dk_at, row, left, column, width)
+        tiles.raw_q.index(WHICH).store(dq.to(DTYPE))
+        tiles.raw_k.index(WHICH).store(dk.to(DTYPE))
+        fence_async_shared()
+        _send(dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
+        _send(dk_desc, tiles.raw_k.index(WHICH), dk_at, row, left, column, width)
         item_turn = item_turn ^ 1
         item, row, left = rows.place(stage, phase)
     tma.store_wait(0)
@@ -649,13 +671,11 @@ def gradients_kernel(
     rows = Rows.create(HAS_G, NORMED)
     bars = Barriers.create()
     gl.warp_specialize(
-        [(_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
-                     dq_desc, dk_desc, dv_desc, ALONE, 0)),
-         (_consume, (items, tiles, rows, bars, dq, dk, dv, dbeta, dgate, dlast, scale, all_rows,
-                     dq_desc, dk_desc, dv_desc, ALONE, 1)),
+        [(_consume, (items, tiles, rows, bars, dq, dk, dv, scale, dq_desc, dk_desc, dv_desc, ALONE, 0)),
+         (_consume, (items, tiles, rows, bars, dq, dk, dv, scale, dq_desc, dk_desc, dv_desc, ALONE, 1)),
          (_load_tiles, (items, tiles, bars, q_desc, k_desc, raw_q_desc, raw_k_desc, v_desc, do_desc, new_desc,
                         dvn_desc, inverse_desc, states_desc, dstates_desc)),
-         (_load_rows, (items, rows, g, beta, q_norms, k_norms))],
+         (_load_rows, (items, rows, g, beta, q_norms, k_norms, dbeta, dgate, dlast, all_rows))],
         [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
     )  # fmt: skip
 
