@@ -274,15 +274,53 @@ def test_the_backward_takes_it_where_it_serves(K: int, called: bool, monkeypatch
     args |= {n: on_meta(1, 128, 2, dtype=torch.float32) for n in ("g", "beta")}
     recorder = Recorder()
     results = kernels_hopper.gated_delta_rule_bwd(
-        launch=recorder, dhu=partial(backwards.dhu, sms=132), **args, inverse=on_meta(1, 128, 2, CHUNK),
+        launch=recorder, recur=partial(kernels_hopper.recurrences, sms=132), **args,
+        inverse=on_meta(1, 128, 2, CHUNK),
         initial_state=None, dfinal_state=None, cu_seqlens=None, scale=0.1, state_v_first=False,
         use_qk_l2norm_in_kernel=True, want_initial_state=False,
         **{f"want_{n}": True for n in ("q", "k", "v", "g", "beta")},
     )  # fmt: skip
-    names = {kernel.__name__ for kernel, _, _ in recorder.launches}
+    names = [kernel.__name__ for kernel, _, _ in recorder.launches]
     assert ("gradients_kernel" in names) == called and ("dk_kernel" in names) != called
     for found, n in zip(results, ("q", "k", "v", "g", "beta"), strict=False):
         assert found is not None and (found.shape, found.dtype) == (args[n].shape, args[n].dtype)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrences_that_run_side_by_side_wait_for_nothing_of_each_other(packed: bool) -> None:
+    """All that the second one reads was launched before the first one."""
+
+    def on_meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    wide, rows = on_meta(1, 128, 2, 128), on_meta(1, 128, 1, 128)
+    gate, state = on_meta(1, 128, 2, dtype=torch.float32), on_meta(3, 2, 128, 128, dtype=torch.float64)
+    bounds = on_meta(4, dtype=torch.int32) if packed else None
+    recorder = Recorder()
+
+    def copied(t: Tensor) -> Tensor:  # as of a state whose address TMA cannot read
+        recorder.launches.append((SimpleNamespace(__name__="copy"), (), {}))
+        return t
+
+    forwards = (rows, wide, wide, gate, None, state, bounds, None, 5, False, True, False)
+    backwards_of = {
+        "q": rows, "k": rows, "w": wide, "do": wide, "dv": wide, "g": gate, "gk": None, "h0": state,
+        "dht": state, "scale": 0.1, "state_v_first": False, "cu_seqlens": bounds, "chunk_size": 64,
+        "use_exp2": True, "chunk_offsets": None,
+        "chunk_indices": on_meta(5, 2, dtype=torch.int32) if packed else None,
+    }  # fmt: skip
+    with mock.patch.object(backwards, "placed", copied):
+        kernels_hopper.recurrences(forwards, backwards_of, recorder, 132)
+    *earlier, (first, _, of_first), (second, _, of_second) = recorder.launches
+    assert {kernel.__name__ for kernel, _, _ in earlier} >= {"copy"}
+    assert (first.__name__, second.__name__) == ("states_kernel", "dhu_kernel")
+    assert of_first["BESIDE"] and of_second["BESIDE"] and of_second["launch_pdl"]
+    assert "launch_pdl" not in of_first  # it reads what was launched before
+    recorder.launches.clear()
+    backwards.dhu(launch=recorder, sms=132, **backwards_of)
+    kernels_hopper.carried(*forwards, recorder, sms=132)
+    for _, _, options in recorder.launches:
+        assert not options.get("BESIDE") and "launch_pdl" not in options
 
 
 def test_few_chunks_of_many_heads_are_left_to_kernels_that_spread_them() -> None:

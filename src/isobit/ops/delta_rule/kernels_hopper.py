@@ -25,7 +25,7 @@ Items (sequence, head, columns) are dealt to programs round-robin. Which program
 programs there are, affects no bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
     after,
     fence_async_shared,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -259,8 +260,10 @@ def dhu_kernel(
     q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc, dht_desc, dh0_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr,
+    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
+    """BESIDE: it may start before the kernel before it is complete, of which it reads nothing. It is complete
+    only when that one is, so the kernel after it may read both."""
     items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, True, False)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK, False)
     out = Out.create(
@@ -279,6 +282,8 @@ def dhu_kernel(
              (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K))],
             [1, 1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+    if BESIDE:
+        gdc_wait()
 
 
 # Launcher
@@ -384,8 +389,12 @@ def plan(
     return Plan((min(items, sms),), (of_states, descriptor(matrix(rows), 64, 64), first, last), options)
 
 
-def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`sms`: the SMs to make a schedule for; 0: those of the device."""
+def dhu(
+    launch: Launch = run, sms: int = 0, before: Callable[[], None] | None = None, **args: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`before` launches a kernel beside which this one may run. It is called when all that this one reads has
+    been launched, and this one is launched next. `sms`: the SMs to make a schedule for; 0: those of the
+    device."""
     B, T, H, K = args["q"].shape
     HV, V = args["dv"].shape[2:]
     dh, dh0, dv2, S = outputs(args)
@@ -394,6 +403,8 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     if B * T == 0:
         if dh0 is not None:
             dh0.zero_() if dht is None else dh0.copy_(dht)
+        if before is not None:
+            before()
         return dh, dh0, dv2
     v_first, bounds = args["state_v_first"], args["cu_seqlens"]
     q, k, w, do, dv = (rows_of(args[name]) for name in ("q", "k", "w", "do", "dv"))
@@ -403,6 +414,10 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     )  # fmt: skip
     offsets = chunk_offsets(args, launch)
     bounds = None if bounds is None else bounds.contiguous()
+    early: dict[str, Any] = {}
+    if before is not None:
+        before()
+        early = {"launch_pdl": True}
     launch(
         dhu_kernel, made.grid,
         dv2, *(unused(dv2) if t is None else t for t in (g, gk, bounds, offsets)),
@@ -410,6 +425,6 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
         *made.written, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, AHEAD=g is None and K < 256,
-        **made.options,
+        BESIDE=before is not None, **made.options, **early,
     )  # fmt: skip
     return dh, dh0, dv2

@@ -1,6 +1,7 @@
 """The gated delta rule on Hopper, from its kernels.
 
     solve     T of each chunk                      `kernels_hopper_solve`
+    fold      u and w                              `kernels_hopper_fold`: for K = V = 128
     outputs   states, new values and o together    `kernels_hopper_outputs`
     states    states and new values                `kernels_hopper_states`: for the backward, and for fwd_h
     gradients those inside a chunk                 `kernels_hopper_gradients`: for K = V = 128
@@ -8,6 +9,7 @@
 The rest is Triton's, with the same bits.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +18,13 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run
-from isobit.ops.delta_rule.kernels_hopper import STAGES_FORWARD
-from isobit.ops.gated_delta_rule import kernels_hopper_gradients, kernels_triton, kernels_triton_bwd
+from isobit.ops.delta_rule.kernels_hopper import STAGES_FORWARD, dhu
+from isobit.ops.gated_delta_rule import (
+    kernels_hopper_fold,
+    kernels_hopper_gradients,
+    kernels_triton,
+    kernels_triton_bwd,
+)
 from isobit.ops.gated_delta_rule.kernels_hopper_outputs import MOST_STAGES, outputs
 from isobit.ops.gated_delta_rule.kernels_hopper_solve import WIDEST, solve
 from isobit.ops.gated_delta_rule.kernels_hopper_states import states
@@ -37,16 +44,31 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def carried(
-    k: Tensor, w: Tensor, u: Tensor, *rest: Any
+    k: Tensor, w: Tensor, u: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`states`, or those of Triton, which have the same bits, where they are faster: 256 rows and 64 columns
     are more than the registers of a warpgroup hold, and as long as four times as many programs of 16 columns
-    have an SM each, they take half the time."""
+    have an SM each, they take half the time. `options` are those of `states`."""
     B, _, HV, V = u.shape
     sequences = B if rest[3] is None else len(rest[3]) - 1
     if k.shape[-1] == 256 and sequences * HV * (V // 16) <= sm_count(u.device):
         return kernels_triton.states(k, w, u, *rest)
-    return states(k, w, u, *rest)
+    return states(k, w, u, *rest, **options)
+
+
+def recurrences(
+    forwards: Sequence[Any], backwards: Mapping[str, Any], launch: Launch, sms: int = 0
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The states again, and their gradients, side by side: each takes the chunks of a sequence one after the
+    other, so with few heads neither of them keeps all SMs busy. `sms`: the SMs to make schedules for; 0:
+    those of the device."""
+    of_states: list[Any] = []
+
+    def begin() -> None:
+        of_states.extend(carried(*forwards, launch, beside=True, sms=sms))
+
+    of_gradients = dhu(launch=launch, before=begin, sms=sms, **backwards)
+    return tuple(of_states), of_gradients
 
 
 def prepare(
@@ -57,8 +79,17 @@ def prepare(
     if k.shape[-1] > WIDEST:
         return kernels_triton.prepare(k, v, beta, g2, cu_seqlens, inverses, launch)
     T_b = solve(k, beta, g2, cu_seqlens, launch)
-    u, w = kernels_triton.folded(k, v, beta, g2, cu_seqlens, T_b, launch)
-    return u, w, T_b if inverses else None
+    return *fold(k, v, beta, g2, cu_seqlens, T_b, launch), T_b if inverses else None
+
+
+def fold(
+    k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: Tensor,
+    launch: Launch, sms: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(u, w) from T, rounded. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    if kernels_hopper_fold.serves(k, v):
+        return kernels_hopper_fold.folded(k, v, beta, g2, cu_seqlens, inverses, launch, sms)
+    return kernels_triton.folded(k, v, beta, g2, cu_seqlens, inverses, launch)
 
 
 def in_one_kernel(K: int, items: int, sms: int) -> bool:
@@ -91,7 +122,7 @@ def is_spread(items: int, group: int, sms: int) -> bool:
 def gradients(
     raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
     inverse: Tensor, do: Tensor, vn: Tensor, dvn: Tensor, h: Tensor, dh: Tensor, bounds: Tensor | None,
-    scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None, dr: Tensor, launch: Launch,
+    scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None, launch: Launch,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Those of each chunk by itself, as `kernels_triton_bwd.gradients` has them."""
     B, T, H, _ = q.shape
@@ -102,9 +133,9 @@ def gradients(
     spread = is_spread(items, v.shape[2] // H, sm_count(v.device))
     if spread and kernels_hopper_gradients.why_not(q, v) is None:
         return kernels_hopper_gradients.gradients(*given, launch=launch)
-    return kernels_triton_bwd.gradients(*given, dr, launch)
+    return kernels_triton_bwd.gradients(*given, launch)
 
 
 fwd_h = partial(kernels_triton.fwd_h, carry=carried)
 gated_delta_rule = partial(kernels_triton.gated_delta_rule, begin=prepare, finish=finish)
-gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, carry=carried, inside=gradients)
+gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, recur=recurrences, inside=gradients)

@@ -37,7 +37,7 @@ Hopper, Triton 3.4 to 3.7.0 miscompiles a product whose left operand is the tran
 registers before it is read. Where another form is needed, the matrix goes through memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.ops.attention.kernels_triton import row_sums
 from isobit.ops.delta_rule import kernels_triton as portable_states
 from isobit.ops.gated_delta_rule.kernels_triton import (
-    States,
     chunk_of,
     folded,
     gates,
@@ -442,12 +441,27 @@ def dhu_of(q: Tensor, v: Tensor) -> Callable[..., Any]:
     return portable_states.dhu
 
 
+def recurrences(
+    forwards: Sequence[Any],
+    backwards: Mapping[str, Any],
+    launch: Launch,
+    dhu: Callable[..., Any] | None = None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `states` returns for arguments, and what `dhu` returns for others. Neither reads the other's."""
+    of_states = states(*forwards, launch)
+    if dhu is None:
+        v = backwards["dv"]
+        on_hopper = v.device.type != "cpu" and hopper_cannot_run(v.device) is None
+        dhu = dhu_of(backwards["q"], v) if on_hopper else portable_states.dhu
+    return of_states, dhu(launch=launch, **backwards)
+
+
 def gated_delta_rule_bwd(
-    launch: Launch = run, dhu: Callable[..., Any] | None = None, carry: States = states,
+    launch: Launch = run, recur: Callable[..., Any] = recurrences, fold: Callable[..., Any] = folded,
     inside: Callable[..., Any] | None = None, **args: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted. `carry` computes the states,
-    and `inside`, by default `gradients`, each chunk by itself."""
+    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted. `fold` computes u and w, `recur` the
+    states and their gradients, and `inside`, by default `gradients`, each chunk by itself."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "inverse", "do", "dfinal_state")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     raw_q, raw_k, v, g, beta, initial, bounds, inverse, do, dht = given
@@ -458,9 +472,6 @@ def gated_delta_rule_bwd(
     tiles = tiles_of(T, S, bounds)
     chunks = -(-T // CHUNK) if bounds is None else tiles
     chunk_gradients: Callable[..., Any] = inside or gradients
-    if dhu is None:
-        on_hopper = v.device.type != "cpu" and hopper_cannot_run(v.device) is None
-        dhu = dhu_of(raw_q, v) if on_hopper else portable_states.dhu
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=v.device)
@@ -471,26 +482,27 @@ def gated_delta_rule_bwd(
         norms = (empty(*q.shape[:3]), empty(*k.shape[:3]))
         q, k = (l2norm(x, launch, r) for x, r in zip((raw_q, raw_k), norms, strict=True))
     g2 = None if g is None else gates(g, bounds, launch)
-    u, w = folded(k, v, beta, g2, bounds, inverse, launch)
+    u, w = fold(k, v, beta, g2, bounds, inverse, launch)
     place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
-    h, vn, _ = carry(k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False, launch)
+    local = torch.empty_like(v)
+    launch(local_kernel, (tiles * HV,), q, k, g2, do, local, scale, *place, **sizes | {"num_stages": 3})
 
-    # From the last chunk to the first
-    local = u  # of the same shape, and no longer needed
-    launch(local_kernel, (tiles * HV,), q, k, g2, do, local, scale, *place, **sizes)
-    # dhu reads nothing of chunk_indices but their number.
-    indices = None if bounds is None else empty(chunks, 2, dtype=torch.int32)
-    dh, dh0, dvn = dhu(
-        launch=launch, q=q, k=k, w=w, do=do, dv=local, g=g2, gk=None,
-        h0=initial if args["want_initial_state"] else None, dht=dht, scale=scale, state_v_first=v_first,
-        cu_seqlens=bounds, chunk_size=CHUNK, chunk_indices=indices, use_exp2=True,
-        chunk_offsets=chunk_offsets(bounds, T, launch),
-    )  # fmt: skip
+    # From the first chunk to the last, and from the last one to the first
+    forwards = (k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False)
+    backwards = {
+        "q": q, "k": k, "w": w, "do": do, "dv": local, "g": g2, "gk": None,
+        "h0": initial if args["want_initial_state"] else None, "dht": dht, "scale": scale,
+        "state_v_first": v_first, "cu_seqlens": bounds, "chunk_size": CHUNK, "use_exp2": True,
+        # dhu reads nothing of chunk_indices but their number.
+        "chunk_indices": None if bounds is None else empty(chunks, 2, dtype=torch.int32),
+        "chunk_offsets": chunk_offsets(bounds, T, launch),
+    }  # fmt: skip
+    (h, vn, _), (dh, dh0, dvn) = recur(forwards, backwards, launch)
+    del u, w, local, forwards, backwards  # gradients have room where these were
 
     dq, dk, dv, dbeta, dgate, dlast = chunk_gradients(
-        raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, norms,
-        local, launch,  # `local` is in dvn now
-    )  # fmt: skip
+        raw_q, raw_k, q, k, v, g2, beta, inverse, do, vn, dvn, h, dh, bounds, scale, v_first, norms, launch
+    )
     parts, rows = dbeta.shape[:2]
     out_beta = empty(*beta.shape, dtype=beta.dtype)
     out_g = None if g is None else empty(*g.shape, dtype=g.dtype)
@@ -507,11 +519,11 @@ def gated_delta_rule_bwd(
 def gradients(
     raw_q: Tensor, raw_k: Tensor, q: Tensor, k: Tensor, v: Tensor, g2: Tensor | None, beta: Tensor,
     inverse: Tensor, do: Tensor, vn: Tensor, dvn: Tensor, h: Tensor, dh: Tensor, bounds: Tensor | None,
-    scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None, dr: Tensor, launch: Launch,
+    scale: float, v_first: bool, norms: tuple[Tensor, Tensor] | None, launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dbeta, dgate, dlast), each chunk by itself; the last three as `finish_kernel` takes them.
     q and k are raw_q and raw_k without `norms`, and otherwise divided by their norms; `norms` are the inverse
-    ones. dr is overwritten."""
+    ones."""
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
     S = B if bounds is None else len(bounds) - 1
@@ -521,7 +533,7 @@ def gradients(
         return torch.empty(size, dtype=dtype, device=v.device)
 
     place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
-    by_value_head, dv = (tiles * HV,), empty(*v.shape, dtype=v.dtype)
+    by_value_head, (dr, dv) = (tiles * HV,), (empty(*v.shape, dtype=v.dtype) for _ in range(2))
     ds, m = (empty(tiles, HV, CHUNK, CHUNK, dtype=v.dtype) for _ in range(2))
     # Part 0 of dbeta and dG is that of `dr_kernel` and `inner_kernel`; then each 64 columns of k have one.
     parts, rows = 1 + -(-K // CHUNK), B * T

@@ -181,8 +181,9 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         if dtype != BF16 or packed:
             continue
         wanted: Args = {f"want_{name}": args[name] is not None for name in forward.differentiable}
+        recur = partial(kernels_triton_bwd.recurrences, dhu=_not_recorded)
         kernels_triton_bwd.gated_delta_rule_bwd(
-            launch, _not_recorded, **args, inverse=empty(1, T, HV, CHUNK), do=args["v"],
+            launch, recur, **args, inverse=empty(1, T, HV, CHUNK), do=args["v"],
             dfinal_state=state if "h" in mode else None, **wanted,
         )  # fmt: skip
 
@@ -229,6 +230,7 @@ def record_parts(launch: Any, dtype: torch.dtype) -> None:
         keys, keys, values, values, gate, state, bounds, 0.1, v_first=full, want_final=full, launch=launch
     )
     keys, values = empty(1, T, H if full else HV, 128), empty(1, T, HV, 128)
+    kernels_hopper.fold(keys, values, empty(1, T, HV), gate, bounds, empty(1, T, HV, CHUNK), launch, 132)
     inverses, states = empty(1, T, HV, CHUNK), empty(tiles_of(T, 3 if full else 1, bounds), HV, 128, 128)
     kernels_hopper_gradients.gradients(
         keys, keys, keys, keys, values, gate, empty(1, T, HV, dtype=F32), inverses, values, values, values,
