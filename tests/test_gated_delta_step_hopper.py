@@ -134,6 +134,7 @@ def on_a_cpu(args: dict[str, Any], order: str = "forwards", one: bool | None = N
     scope = device.scope(
         kernels_hopper, gl=language, async_copy=copies, begin_copy=copies.begin, mma_v2=product,
         reinterpreted=Piece.reinterpret, by_row=lambda columns: None, of_new=lambda columns: None,
+        gdc_wait=lambda: None, gdc_launch_dependents=lambda: None,
     )  # fmt: skip
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.hopper.pieces import barrier
-from isobit.kernels.hopper.pipeline import gl, gluon, reinterpreted
+from isobit.kernels.hopper.pipeline import gdc_launch_dependents, gdc_wait, gl, gluon, reinterpreted
 from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.gated_delta_rule.model import EPS
 from isobit.ops.gated_delta_rule_step import kernels_triton, state
@@ -154,6 +154,9 @@ def token_kernel(
     e = gl.arange(0, BV, gl.SliceLayout(0, OF_V)) + tile * BV
     e_new = gl.arange(0, BV, of_new(BV)) + tile * BV
     to = (b * HV + hv) * V
+    if ONE:  # with `launch_pdl`: see `product_kernel` of `det_gemm`
+        gdc_wait()
+        gdc_launch_dependents()  # all programs have started, and the next kernel waits for their ends
     # What is not of the state: loads that wait for nothing.
     c = gl.arange(0, K, gl.SliceLayout(0, OF_K))
     k_t = gl.load(k + b * WORD * k_sb + h * WORD * k_sh + c)
@@ -417,7 +420,7 @@ def token(
         q, args["k"], v, args["g"], args["beta"], slots, lengths, *of.values(), new_k, new_gates, out,
         float(args["scale"]), N, H, HV, V, *in_words, *strides[3], *strides[4],
         K=K, BV=columns, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=word, ONE=one,
-        num_warps=4, enable_fp_fusion=False, **options,
+        num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if one else {}), **options,
     )  # fmt: skip
     if not one:
         launch(
