@@ -306,3 +306,15 @@ def test_memory_that_is_not_aligned_is_triton_s() -> None:
         recorder = Recorder()
         kernels_hopper.rows(recorder, **args, **state.tensors() | {"vn_rows": vn_rows})
         assert [kernel.__name__ for kernel, *_ in recorder.launches] == kernels
+
+
+@pytest.mark.parametrize(("B", "kernels"), [(256, ["token_kernel"]), (257, ["token_kernel", "keep_kernel"])])
+def test_many_sequences_have_a_second_launch(B: int, kernels: list[str]) -> None:
+    state, recorder = DeltaState(B, 1, 2, K=64, V=64, device="meta"), Recorder()
+    q, k, v = (torch.empty(B, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (1, 1, 2))
+    args = {"q": q, "k": k, "v": v, "g": None, "beta": torch.empty(B, 1, 2, device="meta"), "slots": None}
+    args |= {"lengths": None, "scale": 1.0, "use_qk_l2norm_in_kernel": False}
+    kernels_hopper.rows(recorder, **args, **state.tensors())
+    assert [kernel.__name__ for kernel, *_ in recorder.launches] == kernels
+    options = recorder.launches[0][2]
+    assert options["ONE"] == bool(options.get("launch_pdl")) == (len(kernels) == 1)

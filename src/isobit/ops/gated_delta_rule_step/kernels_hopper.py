@@ -245,22 +245,25 @@ def token_kernel(
     decay = gl.exp2(g2_t - g2)
     on_k = gl.convert_layout(betas * gl.exp2(g2), gl.SliceLayout(1, RIGHT))
     async_copy.wait_group(1)
+    if AT_ONCE:
+        if (held | full) == 0:
+            S.store(gl.zeros([K, BV], DTYPE, OF_V))
     with_row(keys, rows, k_t, OF_K)
     by_j = reinterpreted(keys, DTYPE, [CHUNK, K], ROWS)
+    stored = by_j.load(RIGHT)
     k_and_q, zeros = left.load(LEFT), gl.zeros([TILE, BV], gl.float32, MMA)
     if ONE:
-        if AT_ONCE:
-            if (held | full) == 0:
-                S.store(gl.zeros([K, BV], DTYPE, OF_V))
-        else:
+        if not AT_ONCE:
             async_copy.wait_group(0)
+        # The compiler moves no load across it. So part of bk is computed while products run, not after them.
+        barrier()
         q_S = mma_v2(k_and_q, S.load(RIGHT), zeros)
     by_keys = mma_v2(k_and_q, by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA))
     i = gl.arange(0, TILE, gl.SliceLayout(1, MMA))[:, None]
     a = gl.where((j < rows)[None, :], by_keys * (beta_t * decay)[None, :], 0.0)
     p = gl.where((j <= rows)[None, :], by_keys * decay[None, :], 0.0)
+    bk = (stored.to(gl.float32) * on_k[:, None]).to(DTYPE)
     factors.store(gl.where(i == 0, -a, p))
-    bk = (by_j.load(RIGHT).to(gl.float32) * on_k[:, None]).to(DTYPE)
     # Row `rows` of T, from those above it.
     column = gl.arange(0, CHUNK, COLUMN)
     acc = gl.where(column == rows, 1.0, 0.0)
