@@ -215,13 +215,16 @@ class Device:
             assert _lie_inside(inside, p.base), "written outside"
             p.base.view(-1)[torch.from_numpy(inside)] = torch.from_numpy(x[mask]).to(p.base.dtype)
 
-        def atomic_add(p: Pointer, x: Any, sem: str) -> Array:
-            at = int(p.at)
-            assert 0 <= at < p.base.numel(), "added outside"
+        def atomic_add(p: Pointer, x: Any, mask: Any = True, *, sem: str) -> Array:
+            at, mask, x = np.broadcast_arrays(np.asarray(p.at), np.asarray(mask), np.asarray(x))
+            assert _lie_inside(at[mask], p.base), "added outside"
+            whole = np.zeros(at.shape, np.int32)
             with self.released:
-                found = int(p.base.view(-1)[at])
-                p.base.view(-1)[at] = found + int(x)
-            return result(found, np.int32)
+                held = p.base.view(-1).numpy()
+                for i in zip(*np.nonzero(mask), strict=True) if mask.ndim else [()] * int(mask):
+                    whole[i] = held[at[i]]
+                    held[at[i]] = np.int32(held[at[i]]) + np.int32(x[i])  # as hardware does, it wraps
+            return result(whole)
 
         def atomic_xchg(p: Pointer, x: Any, sem: str) -> Array:
             with self.released:

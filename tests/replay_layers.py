@@ -80,7 +80,7 @@ def _step(backend: str) -> Call:
     given |= {"slots": None, "lengths": None, "use_qk_l2norm_in_kernel": False}
     given |= {"start": shape(3, 1, 2, 64, 64, dtype=F32), "start16": shape(3, 1, 2, 64, 64)}
     given |= {name: shape(3, 1, 2, 64, 64) for name in ("k_rows", "bv_rows", "vn_rows")}
-    given |= {"inverse": shape(3, 1, 2, 64, 64, dtype=F32), "place": shape(3, 4, dtype=INT32)}
+    given |= {"inverse": shape(3, 1, 2, 64, 64, dtype=F32), "place": shape(3, 5, dtype=INT32)}
     given |= {name: shape(3, 1, 2, 64, dtype=F32) for name in ("beta_rows", "gate_rows")}
     return Call("gated_delta_rule_step_rows", backend, given)
 

@@ -54,7 +54,7 @@ def step(
 def test_bytes_are_those_of_the_formula() -> None:
     for drafts in (False, True):
         P = 2 if drafts else 1
-        a_slot = P * (HV * (6 * K * V + 64 * (4 * V + 64 * 4 + 8)) + 128 * H * K) + 16
+        a_slot = P * (HV * (6 * K * V + 64 * (4 * V + 64 * 4 + 8)) + 128 * H * K) + 20
         assert made(3, drafts=drafts).nbytes == 3 * a_slot
 
 
@@ -66,7 +66,7 @@ def test_rows_are_taken_back_over_the_end_of_a_chunk() -> None:
     step(state, given, 0, 62)
     others = [t[:, :6].flip(1) for t in given]
     step(state, others)  # two rows of this chunk and four of the next one
-    assert state.place[0].tolist() == [4, 1, 0, 0]
+    assert state.place[0].tolist() == [4, 1, 0, 0, 0]
     state.crop(6)
     assert state.tokens.tolist() == [62]
     assert torch.equal(step(state, given, 62), expected[:, 62:])
@@ -79,7 +79,7 @@ def test_without_drafts_rows_of_the_present_chunk_are_taken_back() -> None:
     with pytest.raises(ContractError, match="slot 0 has 6 rows that can be taken back, not 7"):
         state.crop(7)
     state.crop(torch.tensor([6]), [0])
-    assert state.tokens.tolist() == [64] and state.place[0].tolist() == [0, 1, 1, 0]
+    assert state.tokens.tolist() == [64] and state.place[0].tolist() == [0, 1, 1, 0, 0]
     state.crop(1000, validate=False)  # as many as there are
     assert state.tokens.tolist() == [64]
 
@@ -140,7 +140,7 @@ def test_a_begin_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -
     state, index, given = made(3), torch.tensor([2]), torch.ones(1, HV, K, V)
     monkeypatch.setattr(torch, "tensor", copied)
     state.begin(index, given, 5)
-    assert state.place.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 5, 5, 0]]
+    assert state.place.tolist() == [[0] * 5, [0] * 5, [0, 5, 5, 0, 0]]
 
 
 @pytest.mark.parametrize(("sizes", "rule"), [
@@ -362,7 +362,7 @@ for name, value in ((1, float("inf")), (2, float("inf")), (3, float("nan"))):
     assert torch.equal(ours[:, :3], model[:, :3]) and bool(model[:, :3].isfinite().all())
     assert torch.equal(ours.isnan(), model.isnan())
     assert torch.equal(ours.nan_to_num(), model.nan_to_num())
-garbage = torch.tensor([-(2**31), 2**31 - 1, 77, -1])
+garbage = torch.tensor([-(2**31), 2**31 - 1, 77, -1, 3])
 for n in (0, 2):
     state = made(3)
     for t in state.tensors().values():

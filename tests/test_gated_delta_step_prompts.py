@@ -80,7 +80,7 @@ def test_prompts_of_different_lengths_are_the_first_of_their_sequences() -> None
 
 
 def test_counts_that_are_garbage_stay_in_their_slot() -> None:
-    garbage, given = torch.tensor([-(2**31), 2**31 - 1, 77, -1], dtype=torch.int32), tokens(2, 130)
+    garbage, given = torch.tensor([-(2**31), 2**31 - 1, 77, -1, 3], dtype=torch.int32), tokens(2, 130)
     for n in (0, 1):
         state = made(3)
         for t in state.tensors().values():

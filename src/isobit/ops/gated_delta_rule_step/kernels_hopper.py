@@ -1,10 +1,22 @@
 """One new row of a sequence on Hopper: the kernel of plain decoding.
 
 One program per sequence, value head and BV columns of V. All that it reads of the state is copied to shared
-memory at once, so the memory is busy while the program waits only once. The new row is put among the others
-there. Products have two rows: q and k with the keys, q and w with S, and of P and T with rows of the chunk.
-They are row 1 and row 0 of a tile of 16, the least that a matrix instruction takes; its other rows hold
-anything.
+memory at once, so the memory is busy while the program waits only once. Products have two rows: q and k with
+the keys, q and w with S, and of P and T with rows of the chunk. They are row 1 and row 0 of a tile of 16, the
+least that a matrix instruction takes; its other rows hold anything.
+
+The programs of a sequence all read its counts. If they close a chunk whose memory the next one takes, they
+also read keys and gates where those of the new row belong. So these are written after all have read them:
+
+with many programs   by a second launch, `keep_kernel`.
+with few (ONE)       by the program that arrives last. A program arrives by adding 1 to a number of the slot,
+                     as soon as it has read what others may write. It does not wait for any other. The last
+                     one takes all arrivals away again, so every call, and every replay of a graph, begins
+                     with 0. A second launch would cost about two microseconds, and one sequence needs few.
+
+Each call takes away as many arrivals as it has added, also where two sequences are given one slot. Were the
+number not 0 before, in memory that something else has written, a program would take itself for the last too
+early: tokens of this slot could be wrong until it is reset. No other slot is touched, and nothing waits.
 
 Whatever slots, lengths and counts are in memory, they are clamped before they become addresses.
 """
@@ -17,7 +29,8 @@ from torch import Tensor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from isobit.frame.launch import Launch, run
-from isobit.kernels.hopper.pipeline import gl, gluon, reinterpreted
+from isobit.kernels.hopper.pieces import barrier
+from isobit.kernels.hopper.pipeline import gdc_launch_dependents, gdc_wait, gl, gluon, reinterpreted
 from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.gated_delta_rule.model import EPS
 from isobit.ops.gated_delta_rule_step import kernels_triton, state
@@ -27,6 +40,8 @@ from isobit.ops.gated_delta_rule_step.kernels_hopper_keep import keep_kernel
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 CHUNK, TILE = gl.constexpr(state.CHUNK), gl.constexpr(16)
+
+PLACE, ARRIVED = gl.constexpr(state.PLACE), gl.constexpr(state.ARRIVED)
 
 _LOG2E, _EPS = gl.constexpr(LOG2E), gl.constexpr(float(EPS))
 
@@ -41,9 +56,11 @@ COLUMN = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 OF_T = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
+THREADS = gl.constexpr(32 * WARPS.value)
+
 #: In shared memory: rows that matrix instructions read, and numbers.
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT, PLAIN = (gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order)) for order in ([0], [1, 0]))
 
 
 @gluon.constexpr_function
@@ -80,6 +97,32 @@ def with_row(rows, row, new, LAYOUT: gl.constexpr):
     block.store(gl.where((i == row % TILE)[:, None], new[None, :], block.load(LAYOUT)))
 
 
+@gluon.constexpr_function
+def of_new(columns):
+    """The layout of a new row of bv and vn that `among` takes."""
+    return gl.SliceLayout(0, RIGHT.value if columns <= 32 else by_row(columns))
+
+
+@gluon.jit
+def among(rows, row, new, COLUMNS: gl.constexpr):
+    """Rows of a chunk as the right factor of a product, with a new one among them. Of few columns, it is put
+    there in registers, and threads need not wait for one another."""
+    if COLUMNS > 32:
+        with_row(rows, row, new, by_row(COLUMNS))
+    whole = reinterpreted(rows, rows.dtype, [CHUNK, COLUMNS], ROWS).load(RIGHT)
+    if COLUMNS <= 32:
+        j = gl.arange(0, CHUNK, gl.SliceLayout(1, RIGHT))
+        whole = gl.where((j == row)[:, None], new[None, :], whole)
+    return whole
+
+
+@gluon.jit
+def repeated(row):
+    """A left factor all of whose rows are this."""
+    every = (gl.arange(0, TILE, gl.SliceLayout(1, LEFT)) >= 0)[:, None]
+    return gl.where(every, row[None, :], row[None, :])
+
+
 @gluon.jit
 def copy_rows(to, start, rows, step, COLUMNS: gl.constexpr):
     """Begin to copy the first `rows` rows, `step` apart. The others become zeros."""
@@ -98,8 +141,9 @@ def token_kernel(
     place, new_k, new_gates, out, scale, SLOTS, H, HV, V,
     q_sb, q_sh, k_sb, k_sh, v_sb, v_sh, g_sb, g_sh, beta_sb, beta_sh,
     K: gl.constexpr, BV: gl.constexpr, HALVES: gl.constexpr, NORM: gl.constexpr, WORD: gl.constexpr,
+    ONE: gl.constexpr,
 ):  # fmt: skip
-    """Strides of q, k and v are in words of WORD elements."""
+    """Strides of q, k and v are in words of WORD elements. ONE: there is no second launch."""
     DTYPE: gl.constexpr = out.dtype.element_ty
     OF_K: gl.constexpr = by_row(K)
     OF_V: gl.constexpr = by_row(BV)
@@ -108,13 +152,19 @@ def token_kernel(
     b, hv = item // HV, item % HV
     h = hv // (HV // H)
     e = gl.arange(0, BV, gl.SliceLayout(0, OF_V)) + tile * BV
+    e_new = gl.arange(0, BV, of_new(BV)) + tile * BV
     to = (b * HV + hv) * V
+    if ONE:  # with `launch_pdl`: see `product_kernel` of `det_gemm`
+        gdc_wait()
+        gdc_launch_dependents()  # all programs have started, and the next kernel waits for their ends
     # What is not of the state: loads that wait for nothing.
     c = gl.arange(0, K, gl.SliceLayout(0, OF_K))
     k_t = gl.load(k + b * WORD * k_sb + h * WORD * k_sh + c)
     q_t = gl.load(q + b * WORD * q_sb + h * WORD * q_sh + c)
-    v_t = gl.load(v + b * WORD * v_sb + hv * WORD * v_sh + e)
+    v_t = gl.load(v + b * WORD * v_sb + hv * WORD * v_sh + e_new)
     beta_t = gl.load(beta + b * beta_sb + hv * beta_sh).to(gl.float32)
+    if g is not None:
+        g_t = gl.load(g + b * g_sb + hv * g_sh).to(gl.float32)
     # Where the sequence is.
     slot = b
     if slots is not None:
@@ -125,19 +175,28 @@ def token_kernel(
     if not there:
         gl.store(out + to + e, gl.zeros([BV], DTYPE, gl.SliceLayout(0, OF_V)))
         return
-    rows = gl.minimum(gl.maximum(gl.load(place + slot * 4), 0), CHUNK)
-    chunks = gl.load(place + slot * 4 + 1)
-    held = (chunks != 0) | (gl.load(place + slot * 4 + 3) != 0)
-    half = slot * HALVES + (chunks & (HALVES - 1))
+    at_slot = place + slot * PLACE
+    rows = gl.load(at_slot)
+    chunks = gl.load(at_slot + 1)
+    seeded = gl.load(at_slot + 3)
     keys = gl.allocate_shared_memory(DTYPE, [4, TILE, K], ROWS)
     bvs = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
     vns = gl.allocate_shared_memory(DTYPE, [4, TILE, BV], ROWS)
     S = gl.allocate_shared_memory(DTYPE, [K, BV], ROWS)
-    T = gl.allocate_shared_memory(gl.float32, [CHUNK * CHUNK], ONE)
+    T = gl.allocate_shared_memory(gl.float32, [CHUNK * CHUNK], FLAT)
     left = gl.allocate_shared_memory(DTYPE, [TILE, K], ROWS)
-    of_chunk = gl.allocate_shared_memory(DTYPE, [TILE, CHUNK], ROWS)
-    factors = gl.allocate_shared_memory(gl.float32, [CHUNK], ONE)
+    factors = gl.allocate_shared_memory(gl.float32, [TILE, CHUNK], PLAIN)
+    # Where there is one half, S lies at the same place whatever the counts are.
+    AT_ONCE: gl.constexpr = ONE and HALVES == 1
+    if AT_ONCE:
+        copy_state(S, start16, slot * HV + hv, e, True, V, K, OF_V)
+        async_copy.commit_group()
+    rows = gl.minimum(gl.maximum(rows, 0), CHUNK)
+    held = (chunks != 0) | (seeded != 0)
+    half = slot * HALVES + (chunks & (HALVES - 1))
     full = rows == CHUNK
+    # Whether nothing but counts is read where another program writes.
+    apart = (rows != CHUNK) | (HALVES == 2)
     if full:
         new = slot * HALVES + ((chunks + 1) & (HALVES - 1))
         copy_rows(keys, k_rows + (half * H + h) * CHUNK * K, rows, K, K)
@@ -157,12 +216,9 @@ def token_kernel(
     begin_copy(T, inverse + at_rows * CHUNK + in_T, mask=below & (in_T < rows * CHUNK))
     async_copy.commit_group()
     copy_rows(bvs, bv_rows + at_rows * V + tile * BV, rows, V, BV)
-    if not full:
-        i_S = gl.arange(0, K, gl.SliceLayout(1, OF_V))
-        begin_copy(
-            S, start16 + (half * HV + hv) * K * V + (i_S[:, None] * V + e[None, :]),
-            mask=(i_S >= 0)[:, None] & (e >= 0)[None, :] & held,
-        )  # fmt: skip
+    if not AT_ONCE:
+        if not full:
+            copy_state(S, start16, half * HV + hv, e, held, V, K, OF_V)
     copy_rows(vns, vn_rows + at_rows * V + tile * BV, rows, V, BV)
     async_copy.commit_group()
     # Gates and factors of the rows.
@@ -170,9 +226,16 @@ def token_kernel(
     j = gl.arange(0, CHUNK, OF_J)
     gate_t = gl.load(gate_rows + (at_rows + rows - 1), mask=rows > 0, other=0.0)
     if g is not None:
-        gate_t += gl.load(g + b * g_sb + hv * g_sh).to(gl.float32)
+        gate_t += g_t
     gates = gl.where(j == rows, gate_t, gl.load(gate_rows + at_rows + j, mask=j < rows, other=0.0))
     betas = gl.where(j == rows, beta_t, gl.load(beta_rows + at_rows + j, mask=j < rows, other=0.0))
+    if ONE:
+        # The first thread arrives, and goes on: it looks at the ticket at the end. What the last one writes
+        # depends on its ticket, so it is not written before.
+        thread = gl.arange(0, THREADS, COLUMN)
+        one = gl.full([THREADS], 1, gl.int32, COLUMN)
+        barrier()  # all threads have read the counts
+        ticket = gl.atomic_add(at_slot + (ARRIVED + thread), one, mask=(thread == 0) & apart, sem="release")
     if NORM:
         k_t = unit(k_t.to(gl.float32), K).to(DTYPE)
         q_t = unit(q_t.to(gl.float32), K).to(DTYPE)
@@ -182,19 +245,33 @@ def token_kernel(
     decay = gl.exp2(g2_t - g2)
     on_k = gl.convert_layout(betas * gl.exp2(g2), gl.SliceLayout(1, RIGHT))
     async_copy.wait_group(1)
+    if AT_ONCE:
+        if (held | full) == 0:
+            S.store(gl.zeros([K, BV], DTYPE, OF_V))
     with_row(keys, rows, k_t, OF_K)
     by_j = reinterpreted(keys, DTYPE, [CHUNK, K], ROWS)
-    by_keys = mma_v2(
-        left.load(LEFT), by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA)
-    )
-    factors.store(-gl.where(j < rows, row_of(by_keys, 0) * (beta_t * decay), 0.0))
-    p = gl.where(j <= rows, row_of(by_keys, 1) * decay, 0.0)
-    bk = (by_j.load(RIGHT).to(gl.float32) * on_k[:, None]).to(DTYPE)
+    stored = by_j.load(RIGHT)
+    k_and_q, zeros = left.load(LEFT), gl.zeros([TILE, BV], gl.float32, MMA)
+    if ONE:
+        if not AT_ONCE:
+            async_copy.wait_group(0)
+        # The compiler moves no load across it. So part of bk is computed while products run, not after them.
+        barrier()
+        q_S = mma_v2(k_and_q, S.load(RIGHT), zeros)
+    by_keys = mma_v2(k_and_q, by_j.permute((1, 0)).load(RIGHT), gl.zeros([TILE, CHUNK], gl.float32, MMA))
+    i = gl.arange(0, TILE, gl.SliceLayout(1, MMA))[:, None]
+    a = gl.where((j < rows)[None, :], by_keys * (beta_t * decay)[None, :], 0.0)
+    p = gl.where((j <= rows)[None, :], by_keys * decay[None, :], 0.0)
+    bk = (stored.to(gl.float32) * on_k[:, None]).to(DTYPE)
+    factors.store(gl.where(i == 0, -a, p))
     # Row `rows` of T, from those above it.
     column = gl.arange(0, CHUNK, COLUMN)
     acc = gl.where(column == rows, 1.0, 0.0)
-    above = reinterpreted(T, gl.float32, [CHUNK, CHUNK], ONE)
-    each = reinterpreted(factors, gl.float32, [CHUNK, 1], ONE)
+    above = reinterpreted(T, gl.float32, [CHUNK, CHUNK], FLAT)
+    each = reinterpreted(factors, gl.float32, [TILE * CHUNK, 1], FLAT)
+    OF_LEFT: gl.constexpr = gl.SliceLayout(0, LEFT)
+    p_t = reinterpreted(factors, gl.float32, [TILE, CHUNK], FLAT).index(1).load(OF_LEFT)
+    p_t = repeated(p_t.to(DTYPE))
     for first in range(0, rows, TILE):
         for n in gl.static_range(TILE):
             factor = each.index(first + n).load(COLUMN)
@@ -202,35 +279,86 @@ def token_kernel(
                 gl.zeros([CHUNK], gl.float32, COLUMN) + factor, above.index(first + n).load(COLUMN), acc
             )
     acc = gl.where(column <= rows, acc, 0.0)
-    OF_16: gl.constexpr = by_row(CHUNK)
-    i_J = gl.arange(0, TILE, gl.SliceLayout(1, OF_16))
-    row = gl.convert_layout(acc.to(DTYPE), gl.SliceLayout(0, OF_16))
-    p = gl.convert_layout(p.to(DTYPE), gl.SliceLayout(0, OF_16))
-    of_chunk.store(gl.where((i_J == 0)[:, None], row[None, :], p[None, :]))
-    T_and_P = of_chunk.load(LEFT)
-    w = mma_v2(T_and_P, bk, gl.zeros([TILE, K], gl.float32, MMA)).to(DTYPE)
-    i = gl.arange(0, TILE, gl.SliceLayout(1, MMA))[:, None]
-    left.store(gl.where(i == 0, w, left.load(MMA)))
-    async_copy.wait_group(0)
+    T_t = repeated(gl.convert_layout(acc.to(DTYPE), OF_LEFT))
+    w = mma_v2(T_t, bk, gl.zeros([TILE, K], gl.float32, MMA)).to(DTYPE)
+    if ONE:
+        left.store(w)
+        async_copy.wait_group(0)
+        w_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
+    else:
+        left.store(gl.where(i == 0, w, left.load(MMA)))
+        async_copy.wait_group(0)
+        w_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
+        q_S = w_S
     bv_t = (beta_t * v_t.to(gl.float32)).to(DTYPE)
-    with_row(bvs, rows, bv_t, OF_V)
-    zeros = gl.zeros([TILE, BV], gl.float32, MMA)
-    u = mma_v2(T_and_P, reinterpreted(bvs, DTYPE, [CHUNK, BV], ROWS).load(RIGHT), zeros)
-    by_S = mma_v2(left.load(LEFT), S.load(RIGHT), zeros)
-    vn_t = row_of(u.to(DTYPE).to(gl.float32) - by_S, 0).to(DTYPE)
-    vn_t = gl.convert_layout(vn_t, gl.SliceLayout(0, OF_V))
-    with_row(vns, rows, vn_t, OF_V)
-    o = mma_v2(T_and_P, reinterpreted(vns, DTYPE, [CHUNK, BV], ROWS).load(RIGHT), by_S * gl.exp2(g2_t))
+    u = mma_v2(T_t, among(bvs, rows, bv_t, BV), zeros)
+    vn_t = row_of(u.to(DTYPE).to(gl.float32) - w_S, 0).to(DTYPE)
+    vn_new = among(vns, rows, gl.convert_layout(vn_t, of_new(BV)), BV)
+    o = mma_v2(p_t, vn_new, q_S * gl.exp2(g2_t))
     e_o = gl.arange(0, BV, gl.SliceLayout(0, MMA)) + tile * BV
     gl.store(out + to + e_o, (row_of(o, 1) * scale).to(DTYPE))
-    gl.store(bv_rows + (at_rows + rows) * V + e, bv_t)
-    gl.store(vn_rows + (at_rows + rows) * V + e, vn_t)
+    gl.store(bv_rows + (at_rows + rows) * V + e_new, bv_t)
+    gl.store(vn_rows + (at_rows + rows) * V + e_o, vn_t)
+    k_to, gate_to = new_k + (b * H + h) * K, new_gates + (b * HV + hv)
+    if ONE:
+        if apart:
+            k_to, gate_to = k_rows + ((half * H + h) * CHUNK + rows) * K, gate_rows + (at_rows + rows)
     if tile == 0:
         gl.store(inverse + (at_rows + rows) * CHUNK + column, acc)
-        gl.store(new_gates + b * HV + hv, gate_t)
+        gl.store(gate_to, gate_t)
         gl.store(beta_rows + at_rows + rows, beta_t)
         if hv % (HV // H) == 0:
-            gl.store(new_k + (b * H + h) * K + c, k_t)
+            gl.store(k_to + c, k_t)
+    if ONE:
+        programs = HV * tiles
+        if apart:
+            last = (thread == 0) & is_last(ticket, programs)
+            gl.store(at_slot + thread, one * (rows + 1), mask=last)
+            if full:
+                gl.store(at_slot + 1 + thread, one * (chunks + 1), mask=last)
+                gl.store(at_slot + 2 + thread, one * (chunks + (2 - HALVES)), mask=last)
+            gl.atomic_add(at_slot + (ARRIVED + thread), one * -programs, mask=last, sem="relaxed")
+        else:
+            barrier()  # all threads have written
+            if is_last(gl.atomic_add(at_slot + ARRIVED, 1, sem="acq_rel"), programs):
+                keep_first(new_k, new_gates, k_rows, gate_rows, b, half, H, HV, K)
+                gl.store(at_slot, 1)
+                gl.store(at_slot + 1, chunks + 1)
+                gl.store(at_slot + 2, chunks + 1)
+                gl.atomic_add(at_slot + ARRIVED, -programs, sem="relaxed")
+
+
+@gluon.jit
+def copy_state(S, start16, head, e, there, V, K: gl.constexpr, OF_V: gl.constexpr):
+    """Begin to copy S of a head, columns e; or zeros."""
+    i = gl.arange(0, K, gl.SliceLayout(1, OF_V))
+    begin_copy(
+        S, start16 + head * K * V + (i[:, None] * V + e[None, :]),
+        mask=(i >= 0)[:, None] & (e >= 0)[None, :] & there,
+    )  # fmt: skip
+
+
+@gluon.jit
+def is_last(ticket, programs):
+    """Of so many arrivals one after another, whatever the number was before them, this is one."""
+    return (ticket & 0x7FFFFFFF) % programs == programs - 1
+
+
+@gluon.jit
+def keep_first(new_k, new_gates, k_rows, gate_rows, b, half, H, HV, K: gl.constexpr):
+    """The keys and gates of a sequence, the first row of a chunk, where they belong."""
+    OF_K: gl.constexpr = by_row(K)
+    i, c = gl.arange(0, TILE, gl.SliceLayout(1, OF_K)), gl.arange(0, K, gl.SliceLayout(0, OF_K))
+    for first in range(0, H, TILE):
+        h = (i + first)[:, None]
+        there = (h < H) & (c >= 0)[None, :]
+        own = gl.load(new_k + (b * H + h) * K + c[None, :], mask=there, other=0.0)
+        gl.store(k_rows + (half * H + h) * CHUNK * K + c[None, :], own, mask=there)
+    column = gl.arange(0, CHUNK, COLUMN)
+    for first in range(0, HV, CHUNK):
+        hv = column + first
+        own = gl.load(new_gates + (b * HV + hv), mask=hv < HV, other=0.0)
+        gl.store(gate_rows + (half * HV + hv) * CHUNK, own, mask=hv < HV)
 
 
 @gluon.jit
@@ -267,13 +395,22 @@ def columns_of(B: int, HV: int, K: int, V: int) -> int:
     return 128 if K < 256 and V % 128 == 0 else 64
 
 
+def in_one_launch(B: int, HV: int) -> bool:
+    """Whether the program that arrives last writes what the others read. For few programs: with many, memory
+    is the limit, and a small launch less is nothing."""
+    return B * HV <= 512
+
+
 def token(
-    args: dict[str, Any], out: Tensor, launch: Launch = run, columns: int = 0, **options: Any
-) -> Tensor:
-    """One token of each sequence. `columns`: of V per program; 0 is the rule."""
+    args: dict[str, Any], out: Tensor, launch: Launch = run, columns: int = 0, one: bool | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """One token of each sequence. `columns`: of V per program; 0 is the rule. `one`: in one launch; None is
+    the rule."""
     q, v, of = args["q"], args["v"], {name: args[name] for name in state.TENSORS}
     (B, _, H, K), (HV, V), (N, HALVES) = q.shape, v.shape[2:], of["start"].shape[:2]
     columns = columns or columns_of(B, HV, K, V)
+    one = in_one_launch(B, HV) if one is None else one
     slots, lengths = (None if args[n] is None else args[n].contiguous() for n in ("slots", "lengths"))
     strides = [kernels_triton.strides_of(args[name])[::2] for name in ("q", "k", "v", "g", "beta")]
     # What all rows of q, k and v are aligned to, at most 16 bytes: so loads are as wide.
@@ -285,13 +422,14 @@ def token(
         token_kernel, (B * HV * (V // columns),),
         q, args["k"], v, args["g"], args["beta"], slots, lengths, *of.values(), new_k, new_gates, out,
         float(args["scale"]), N, H, HV, V, *in_words, *strides[3], *strides[4],
-        K=K, BV=columns, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=word, num_warps=4,
-        enable_fp_fusion=False, **options,
+        K=K, BV=columns, HALVES=HALVES, NORM=args["use_qk_l2norm_in_kernel"], WORD=word, ONE=one,
+        num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if one else {}), **options,
     )  # fmt: skip
-    launch(
-        keep_kernel, (B,), new_k, new_gates, of["place"], slots, lengths, of["k_rows"], of["gate_rows"], N, H,
-        HV, K=K, HALVES=HALVES, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    if not one:
+        launch(
+            keep_kernel, (B,), new_k, new_gates, of["place"], slots, lengths, of["k_rows"], of["gate_rows"],
+            N, H, HV, K=K, HALVES=HALVES, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 

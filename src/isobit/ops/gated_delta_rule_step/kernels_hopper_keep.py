@@ -1,9 +1,10 @@
-"""What is written after all programs of a sequence have read it, in Triton: the second launch of a token."""
+"""What is written after all programs of a sequence have read it, in Triton: the second launch of a token
+where programs are many."""
 
 import triton
 import triton.language as tl
 
-from isobit.ops.gated_delta_rule_step.kernels_triton import CHUNK, TILE, counts_of
+from isobit.ops.gated_delta_rule_step.kernels_triton import CHUNK, PLACE, TILE, counts_of
 
 
 @triton.jit(do_not_specialize=["SLOTS"])
@@ -32,7 +33,7 @@ def keep_kernel(
         own = tl.load(new_gates + b * HV + hv, mask=hv < HV, other=0.0)
         tl.store(gate_rows + (half * HV + hv) * CHUNK + row, own, mask=hv < HV)
     tl.debug_barrier()  # all threads have read the counts
-    at = place + slot * 4
+    at = place + slot * PLACE
     tl.store(at, row + 1)
     if full:
         tl.store(at + 1, chunks)

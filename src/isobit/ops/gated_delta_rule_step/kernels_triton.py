@@ -33,7 +33,7 @@ from isobit.kernels.triton.interpreter import narrow
 from isobit.ops.gated_delta_rule.kernels_triton import l2norm
 from isobit.ops.gated_delta_rule_step import state
 
-CHUNK = tl.constexpr(state.CHUNK)
+CHUNK, PLACE = tl.constexpr(state.CHUNK), tl.constexpr(state.PLACE)
 
 #: Rows of a tile of new rows: the least that a matrix instruction takes.
 TILE = tl.constexpr(16)
@@ -89,7 +89,7 @@ def counts_of(place, slots, lengths, b, first, SLOTS, T):
         slot = tl.load(slots + b).to(tl.int64)
     there = (slot >= 0) & (slot < SLOTS)
     slot = tl.where(there, slot, 0)
-    at = place + slot * 4
+    at = place + slot * PLACE
     rows = tl.minimum(tl.maximum(tl.load(at, mask=there, other=0), 0), CHUNK)
     chunks = tl.load(at + 1, mask=there, other=0)
     oldest = tl.load(at + 2, mask=there, other=0)
@@ -337,9 +337,9 @@ def values_kernel(
             factors = tl.load(beta + b * beta_sb + its * beta_st + hv * beta_sh, mask=keep, other=0.0)
             tl.store(beta_rows + at_rows + rows + j, factors.to(tl.float32), mask=keep)
             if hv == 0:
-                tl.store(place + slot * 4, rows + count)
-                tl.store(place + slot * 4 + 1, tl.load(own + 5))
-                tl.store(place + slot * 4 + 2, tl.load(own + 6))
+                tl.store(place + slot * PLACE, rows + count)
+                tl.store(place + slot * PLACE + 1, tl.load(own + 5))
+                tl.store(place + slot * PLACE + 2, tl.load(own + 6))
 
 
 def columns_of(B: int, HV: int) -> int:

@@ -157,7 +157,7 @@ def rows(
     inverse: F32[Tensor, "N P HV 64 64; written"],
     beta_rows: F32[Tensor, "N P HV 64; written"],
     gate_rows: F32[Tensor, "N P HV 64; written"],
-    place: Int[Tensor, "N 4; written"],
+    place: Int[Tensor, "N 5; written"],
 ) -> Half[Tensor, "B T HV V in q"]:
     """out, for at most 64 tokens; the other tensors are those of a `DeltaState`."""
 

@@ -18,9 +18,13 @@ from isobit.frame.contract import ContractError, describe, dtype_name
 #: Rows of a chunk.
 CHUNK = 64
 
-#: Columns of `place`: rows of the present chunk, chunks before it, the first chunk that is still stored, and
-#: whether the state of the very first chunk's start was given (otherwise it is 0, whatever is stored).
-ROWS, CHUNKS, OLDEST, SEEDED = range(4)
+#: Columns of `place`: rows of the present chunk, chunks before it, the first chunk that is still stored,
+#: whether the state of the very first chunk's start was given (otherwise it is 0, whatever is stored), and
+#: how many programs of a launch have read these, which is 0 before and after it.
+ROWS, CHUNKS, OLDEST, SEEDED, ARRIVED = range(5)
+
+#: How many columns there are.
+PLACE = 5
 
 #: The tensors of a state, by name.
 TENSORS = (
@@ -42,7 +46,7 @@ class DeltaState:
 
     A slot takes, in bytes, with P = 2 if drafts else 1:
 
-        P (HV (6 K V + 64 (4 V + 64 * 4 + 8)) + 128 H K) + 16
+        P (HV (6 K V + 64 (4 V + 64 * 4 + 8)) + 128 H K) + 20
 
     Args:
         slots: how many sequences there is room for.
@@ -76,7 +80,7 @@ class DeltaState:
     inverse: Tensor  #: [slots, P, HV, 64, 64] fp32: rows of T = (I + A)^-1
     beta_rows: Tensor  #: [slots, P, HV, 64] fp32
     gate_rows: Tensor  #: [slots, P, HV, 64] fp32: the sum of g from the chunk's start
-    place: Tensor  #: [slots, 4] int32
+    place: Tensor  #: [slots, 5] int32
     _form: tuple[list[Tensor], list[int], CacheKey | None]  # its tensors, their addresses, and `form`
 
     def __init__(
@@ -116,7 +120,7 @@ class DeltaState:
         self.bv_rows, self.vn_rows = (empty(HV, CHUNK, V, **narrow) for _ in range(2))
         self.inverse = empty(HV, CHUNK, CHUNK, **wide)
         self.beta_rows, self.gate_rows = (empty(HV, CHUNK, **wide) for _ in range(2))
-        self.place = torch.zeros((slots, 4), dtype=torch.int32, device=device)
+        self.place = torch.zeros((slots, PLACE), dtype=torch.int32, device=device)
 
     # What it is
 
@@ -249,7 +253,8 @@ class DeltaState:
             here = to, self.half(before)
             t[here] = torch.where(some, states[source].to(t.dtype), t[here])
         seeded = (before == 0) | self.is_seeded[to]
-        place = torch.stack((torch.zeros_like(before), before, before, seeded.int()), 1)
+        none = torch.zeros_like(before)
+        place = torch.stack((none, before, before, seeded.int(), none), 1)
         self.place[to] = torch.where(some, place, self.place[to])
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from isobit.ops.gated_delta_rule.proof.exact import arithmetic
 from isobit.ops.gated_delta_rule_step import model
 from isobit.ops.gated_delta_rule_step.op import declared
 from isobit.ops.gated_delta_rule_step.proof import bits, inputs
-from isobit.ops.gated_delta_rule_step.state import CHUNK, TENSORS, DeltaState
+from isobit.ops.gated_delta_rule_step.state import CHUNK, PLACE, TENSORS, DeltaState
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, Kernels, Mutant, Proof, Sample
 
@@ -98,12 +98,13 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 _ONE, _SEVERAL, _SMALL_ONE = (64, 1, 128, True), (1, 4, 64, False), (1, 1, 64, False)
+_ALONE = (1, 1, 128, True)
 
 #: What is compiled of each backend: (B, T, K, whether all is given). The second dtype differs in conversions
 #: only.
 _CALLS: dict[str, dict[torch.dtype, Sequence[tuple[int, int, int, bool]]]] = {
     "triton": {BF16: (_ONE, _SEVERAL), F16: (_ONE,)},
-    "hopper": {BF16: (_ONE,), F16: (_SMALL_ONE,)},
+    "hopper": {BF16: (_ONE, _ALONE), F16: (_SMALL_ONE,)},
 }
 
 
@@ -122,7 +123,7 @@ def record(backend: str, launch: Any, dtype: torch.dtype) -> None:
             "k_rows": empty(N, P, H, CHUNK, K), "bv_rows": empty(N, P, HV, CHUNK, V),
             "vn_rows": empty(N, P, HV, CHUNK, V), "inverse": empty(N, P, HV, CHUNK, CHUNK, dtype=F32),
             "beta_rows": empty(N, P, HV, CHUNK, dtype=F32), "gate_rows": empty(N, P, HV, CHUNK, dtype=F32),
-            "place": empty(N, 4, dtype=torch.int32),
+            "place": empty(N, PLACE, dtype=torch.int32),
         }  # fmt: skip
         kernels.rows(
             launch, q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, HV, V),

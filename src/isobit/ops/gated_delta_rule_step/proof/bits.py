@@ -65,7 +65,7 @@ def part(args: Args, batch: Any, tokens: slice = slice(None)) -> Args:
 
 def stored(state: DeltaState, slot: int) -> dict[str, Tensor]:
     """What later calls read of a slot."""
-    rows, chunks, _, seeded = state.place[slot].tolist()
+    rows, chunks, _, seeded, _ = state.place[slot].tolist()
     half = chunks & (state.start.shape[1] - 1)
     result = {n: getattr(state, n)[slot, half, :, :rows] for n in ("k_rows", "bv_rows", "vn_rows", "inverse")}
     result |= {n: getattr(state, n)[slot, half, :, :rows] for n in ("beta_rows", "gate_rows")}
@@ -156,7 +156,7 @@ def later_tokens(trial: Trial, args: Args, whole: Tensor) -> list[OutputCheck]:
 
 def _spoil(state: DeltaState, slot: int) -> None:
     """NaN in everything of a slot that does not exist."""
-    rows, chunks, oldest, seeded = state.place[slot].tolist()
+    rows, chunks, oldest, seeded, _ = state.place[slot].tolist()
     half = chunks & (state.start.shape[1] - 1)
     for name in ("k_rows", "bv_rows", "vn_rows", "inverse", "beta_rows", "gate_rows"):
         own = getattr(state, name)[slot]
