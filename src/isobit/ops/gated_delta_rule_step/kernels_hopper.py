@@ -318,14 +318,15 @@ def token_kernel(
                 gl.store(at_slot + 1 + thread, one * (chunks + 1), mask=last)
                 gl.store(at_slot + 2 + thread, one * (chunks + (2 - HALVES)), mask=last)
             gl.atomic_add(at_slot + (ARRIVED + thread), one * -programs, mask=last, sem="relaxed")
-        else:
-            barrier()  # all threads have written
-            if is_last(gl.atomic_add(at_slot + ARRIVED, 1, sem="acq_rel"), programs):
-                keep_first(new_k, new_gates, k_rows, gate_rows, b, half, H, HV, K)
-                gl.store(at_slot, 1)
-                gl.store(at_slot + 1, chunks + 1)
-                gl.store(at_slot + 2, chunks + 1)
-                gl.atomic_add(at_slot + ARRIVED, -programs, sem="relaxed")
+        if HALVES == 1:  # of a constant: Triton 3.6 cannot compile an atomic that is never reached
+            if not apart:
+                barrier()  # all threads have written
+                if is_last(gl.atomic_add(at_slot + ARRIVED, 1, sem="acq_rel"), programs):
+                    keep_first(new_k, new_gates, k_rows, gate_rows, b, half, H, HV, K)
+                    gl.store(at_slot, 1)
+                    gl.store(at_slot + 1, chunks + 1)
+                    gl.store(at_slot + 2, chunks + 1)
+                    gl.atomic_add(at_slot + ARRIVED, -programs, sem="relaxed")
 
 
 @gluon.jit

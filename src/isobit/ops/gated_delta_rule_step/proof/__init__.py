@@ -98,13 +98,13 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 _ONE, _SEVERAL, _SMALL_ONE = (64, 1, 128, True), (1, 4, 64, False), (1, 1, 64, False)
-_ALONE = (1, 1, 128, True)
+_ALONE, _FEW = (1, 1, 128, True), (2, 1, 128, False)
 
 #: What is compiled of each backend: (B, T, K, whether all is given). The second dtype differs in conversions
 #: only.
 _CALLS: dict[str, dict[torch.dtype, Sequence[tuple[int, int, int, bool]]]] = {
     "triton": {BF16: (_ONE, _SEVERAL), F16: (_ONE,)},
-    "hopper": {BF16: (_ONE, _ALONE), F16: (_SMALL_ONE,)},
+    "hopper": {BF16: (_ONE, _ALONE, _FEW), F16: (_SMALL_ONE,)},
 }
 
 
