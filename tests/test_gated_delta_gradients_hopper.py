@@ -314,13 +314,13 @@ def test_recurrences_that_run_side_by_side_wait_for_nothing_of_each_other(packed
     *earlier, (first, _, of_first), (second, _, of_second) = recorder.launches
     assert {kernel.__name__ for kernel, _, _ in earlier} >= {"copy"}
     assert (first.__name__, second.__name__) == ("states_kernel", "dhu_kernel")
-    assert of_first["BESIDE"] and of_second["BESIDE"] and of_second["launch_pdl"]
+    assert of_first["OVERLAPPING"] and of_second["OVERLAPPING"] and of_second["launch_pdl"]
     assert "launch_pdl" not in of_first  # it reads what was launched before
     recorder.launches.clear()
     backwards.dhu(launch=recorder, sms=132, **backwards_of)
     kernels_hopper.carried(*forwards, recorder, sms=132)
     for _, _, options in recorder.launches:
-        assert not options.get("BESIDE") and "launch_pdl" not in options
+        assert not options.get("OVERLAPPING") and "launch_pdl" not in options
 
 
 def test_few_chunks_of_many_heads_are_left_to_kernels_that_spread_them() -> None:

@@ -260,10 +260,10 @@ def dhu_kernel(
     q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc, dht_desc, dh0_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr, BESIDE: gl.constexpr,
+    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr, OVERLAPPING: gl.constexpr,
 ):  # fmt: skip
-    """BESIDE: it may start before the kernel before it is complete, of which it reads nothing. It is complete
-    only when that one is, so the kernel after it may read both."""
+    """OVERLAPPING: it may start before the kernel before it is complete, of which it reads nothing. It is
+    complete only when that one is, so the kernel after it may read both."""
     items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, True, False)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK, False)
     out = Out.create(
@@ -282,7 +282,7 @@ def dhu_kernel(
              (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K))],
             [1, 1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-    if BESIDE:
+    if OVERLAPPING:
         gdc_wait()
 
 
@@ -392,8 +392,8 @@ def plan(
 def dhu(
     launch: Launch = run, sms: int = 0, before: Callable[[], None] | None = None, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`before` launches a kernel beside which this one may run. It is called when all that this one reads has
-    been launched, and this one is launched next. `sms`: the SMs to make a schedule for; 0: those of the
+    """`before` launches a kernel that this one need not wait for. It is called when all that this one reads
+    has been launched, and this one is launched next. `sms`: the SMs to make a schedule for; 0: those of the
     device."""
     B, T, H, K = args["q"].shape
     HV, V = args["dv"].shape[2:]
@@ -425,6 +425,6 @@ def dhu(
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
         *made.written, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, AHEAD=g is None and K < 256,
-        BESIDE=before is not None, **made.options, **early,
+        OVERLAPPING=before is not None, **made.options, **early,
     )  # fmt: skip
     return dh, dh0, dv2

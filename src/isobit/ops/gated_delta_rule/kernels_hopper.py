@@ -65,7 +65,7 @@ def recurrences(
     of_states: list[Any] = []
 
     def begin() -> None:
-        of_states.extend(carried(*forwards, launch, beside=True, sms=sms))
+        of_states.extend(carried(*forwards, launch, overlapping=True, sms=sms))
 
     of_gradients = dhu(launch=launch, before=begin, sms=sms, **backwards)
     return tuple(of_states), of_gradients

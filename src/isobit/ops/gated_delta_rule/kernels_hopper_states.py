@@ -120,10 +120,10 @@ def states_kernel(
     k_desc, w_desc, u_desc, h_desc, new_desc, initial_desc, final_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
-    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, OFFSETS: gl.constexpr, BESIDE: gl.constexpr,
+    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, OFFSETS: gl.constexpr, OVERLAPPING: gl.constexpr,
 ):  # fmt: skip
-    """BESIDE: the next kernel may start when all programs of this one have."""
-    if BESIDE:
+    """OVERLAPPING: the next kernel may start when all programs of this one have."""
+    if OVERLAPPING:
         gdc_launch_dependents()
     items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED, OFFSETS, True)
     ring = Ring.create(k_desc, k_desc, w_desc, u_desc, u_desc, K, STAGES, HAS_G, HAS_GK, True)
@@ -151,11 +151,11 @@ def states_kernel(
 def states(
     k: Tensor, w: Tensor, u: Tensor, g: Tensor | None, gk: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, offsets: Tensor | None, chunks: int, v_first: bool, want_values: bool,
-    want_final: bool, launch: Launch = run, sms: int = 0, beside: bool = False,
+    want_final: bool, launch: Launch = run, sms: int = 0, overlapping: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(h [B, chunks, HV, K, V], v_new, final), those that are wanted. `beside`: the kernel that is launched
-    next reads nothing of this one and may start. `sms`: the SMs to make a schedule for; 0: those of the
-    device."""
+    """(h [B, chunks, HV, K, V], v_new, final), those that are wanted. `overlapping`: the kernel that is
+    launched next reads nothing of this one and may start. `sms`: the SMs to make a schedule for; 0: those of
+    the device."""
     B, T, HV, V = u.shape
     H, K = k.shape[2:]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -180,6 +180,6 @@ def states(
         *(descriptor(matrix(t), 64, K) for t in (keys, ws)),
         descriptor(matrix(us), 64, 64),
         *made.written, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
-        OFFSETS=offsets is not None, BESIDE=beside, **made.options,
+        OFFSETS=offsets is not None, OVERLAPPING=overlapping, **made.options,
     )  # fmt: skip
     return h, new if want_values else None, final
