@@ -211,7 +211,7 @@ def gated_delta_rule_step(
     own = list(range(len(q))) if slots is None else slots.tolist()
     S = q.new_zeros(len(q), *state.start.shape[2:], dtype=torch.float32)
     for b, slot in enumerate(own):
-        rows, chunks, _, seeded = state.place[slot].tolist()
+        rows, chunks, _, seeded, _ = state.place[slot].tolist()
         here = (slot, chunks % state.start.shape[1])
         if chunks or seeded:
             S[b] = state.start[here]

@@ -308,7 +308,7 @@ def test_memory_that_is_not_aligned_is_triton_s() -> None:
         assert [kernel.__name__ for kernel, *_ in recorder.launches] == kernels
 
 
-@pytest.mark.parametrize(("B", "kernels"), [(256, ["token_kernel"]), (257, ["token_kernel", "keep_kernel"])])
+@pytest.mark.parametrize(("B", "kernels"), [(128, ["token_kernel"]), (129, ["token_kernel", "keep_kernel"])])
 def test_many_sequences_have_a_second_launch(B: int, kernels: list[str]) -> None:
     state, recorder = DeltaState(B, 1, 2, K=64, V=64, device="meta"), Recorder()
     q, k, v = (torch.empty(B, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (1, 1, 2))
