@@ -73,13 +73,16 @@ def recurrences(
 
 def prepare(
     k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: bool = False,
-    launch: Launch = run,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`)."""
+    launch: Launch = run, normed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(k, u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`). `normed`: k is divided by its
+    norm; rows of no sequence are then anything."""
     if k.shape[-1] > WIDEST:
-        return kernels_triton.prepare(k, v, beta, g2, cu_seqlens, inverses, launch)
-    T_b = solve(k, beta, g2, cu_seqlens, launch)
-    return *fold(k, v, beta, g2, cu_seqlens, T_b, launch), T_b if inverses else None
+        return kernels_triton.prepare(k, v, beta, g2, cu_seqlens, inverses, launch, normed)
+    normal = torch.empty_like(k) if normed else None
+    T_b = solve(k, beta, g2, cu_seqlens, launch, normal)
+    k = k if normal is None else normal
+    return k, *fold(k, v, beta, g2, cu_seqlens, T_b, launch), T_b if inverses else None
 
 
 def fold(
