@@ -243,7 +243,8 @@ def garbage() -> None:
 
 def a_whole_chunk() -> None:
     """70 tokens, over the end of a chunk, from a state that was given and from none, with drafts and without,
-    in slots that change their places among the sequences and are none, and with calls that have no token."""
+    in slots that change their places among the sequences and are none, and with calls that have no token. The
+    first 44 are the model's: `every_place` has them, and the kernel takes a while."""
     HV, K, V, gen = 2, 64, 64, torch.Generator().manual_seed(5)
     begun = torch.randn(1, HV, K, V, generator=gen)
     for drafts in (False, True):
@@ -260,6 +261,9 @@ def a_whole_chunk() -> None:
             token |= {"g": torch.rand(3, 1, HV, generator=gen) / -8, "slots": slots, "lengths": lengths}
             token |= {"beta": torch.rand(3, 1, HV, generator=gen), "scale": 0.3}
             token |= {"use_qk_l2norm_in_kernel": True}
+            if t < 44:
+                outs = [model.rows(**token, **state.tensors()) for state in (two, one)]
+                continue
             outs = [
                 on_a_cpu(token | state.tensors(), order, together)
                 for state, order, together in ((two, "forwards", False), (one, "mixed", True))
