@@ -216,7 +216,7 @@ def test_what_one_sequence_loses_in_decoding() -> None:
     lost = [1e3 * (ms[op, "isobit"] - ms[op, "fla"]) / count for op, count in tokens.items()]
     text = section("gated_delta_step.md", "Backends")
     assert len(lost) == 4
-    assert not not_said(text, [f"a loss of {min(lost):.0f} to {max(lost):.0f} microseconds a layer"])
+    assert not not_said(text, [f"a loss of {min(lost):.1f} to {max(lost):.1f} microseconds a layer"])
     shares = {op: ms[op, "fla"] / ms[op, "isobit"] for op in tokens}
     (of_chunk,) = (share for op, share in shares.items() if op.endswith("_chunk"))
     said = [f"decodes at {mean(shares.values()):.2f} of FLA's", f"one sequence has {of_chunk:.2f}."]

@@ -393,8 +393,8 @@ def dhu(
     launch: Launch = run, sms: int = 0, before: Callable[[], None] | None = None, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`before` launches a kernel that this one need not wait for. It is called when all that this one reads
-    has been launched, and this one is launched next. `sms`: the SMs to make a schedule for; 0: those of the
-    device."""
+    has been launched and all that it writes is allocated, and this one is launched next. That kernel itself
+    must wait for those before it. `sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, H, K = args["q"].shape
     HV, V = args["dv"].shape[2:]
     dh, dh0, dv2, S = outputs(args)

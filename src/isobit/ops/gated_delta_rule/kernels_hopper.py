@@ -86,7 +86,8 @@ def fold(
     k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: Tensor,
     launch: Launch, sms: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(u, w) from T, rounded. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    """(u, w) from T, rounded; those of the forward. `sms`: the SMs to make a schedule for; 0: those of the
+    device."""
     if kernels_hopper_fold.serves(k, v):
         return kernels_hopper_fold.folded(k, v, beta, g2, cu_seqlens, inverses, launch, sms)
     return kernels_triton.folded(k, v, beta, g2, cu_seqlens, inverses, launch)

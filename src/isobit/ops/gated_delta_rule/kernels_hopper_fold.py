@@ -3,7 +3,7 @@
     u = T (beta v)        w = T (beta 2^G k)
 
 A program takes one item after another: a chunk of a value head. A warp loads tiles by TMA and the numbers of
-their rows, as far ahead as there are stages. Two warpgroups compute, the first one u and the second one w:
+their rows, into a ring of stages. Two warpgroups compute, the first one u and the second one w:
 
     the rows of a tile, times their factors, rounded: in place
     T times the tile

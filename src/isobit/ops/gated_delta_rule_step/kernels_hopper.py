@@ -10,7 +10,8 @@ also read keys and gates where those of the new row belong. So these are written
 
 with many programs   by a second launch, `keep_kernel`.
 with few (ONE)       by the program that arrives last. A program arrives by adding 1 to a number of the slot,
-                     as soon as it has read what others may write. It does not wait for any other. The last
+                     as soon as it has read what others may write: the counts, or, where a chunk is closed in
+                     place, at its end. It does not wait for any other. The last
                      one takes all arrivals away again, so every call, and every replay of a graph, begins
                      with 0. A second launch would cost about two microseconds, and one sequence needs few.
 
@@ -231,7 +232,8 @@ def token_kernel(
     betas = gl.where(j == rows, beta_t, gl.load(beta_rows + at_rows + j, mask=j < rows, other=0.0))
     if ONE:
         # The first thread arrives, and goes on: it looks at the ticket at the end. What the last one writes
-        # depends on its ticket, so it is not written before.
+        # depends on its ticket, so it is not written before. It has no acquire: every count that is written
+        # there has been used by all threads before the barrier, as an address or a mask.
         thread = gl.arange(0, THREADS, COLUMN)
         one = gl.full([THREADS], 1, gl.int32, COLUMN)
         barrier()  # all threads have read the counts

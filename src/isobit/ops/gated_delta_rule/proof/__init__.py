@@ -231,6 +231,16 @@ def record_parts(launch: Any, dtype: torch.dtype) -> None:
     )
     keys, values = empty(1, T, H if full else HV, 128), empty(1, T, HV, 128)
     kernels_hopper.fold(keys, values, empty(1, T, HV), gate, bounds, empty(1, T, HV, CHUNK), launch, 132)
+    if full:  # states and their gradients at the same time, as in the backward
+        tiles = tiles_of(T, 3, bounds)
+        backwards = {
+            "q": keys, "k": keys, "w": values, "do": values, "dv": values, "g": gate, "gk": None, "h0": None,
+            "dht": state, "scale": 0.1, "state_v_first": False, "cu_seqlens": bounds, "chunk_size": CHUNK,
+            "chunk_indices": empty(tiles, 2, dtype=torch.int32), "chunk_offsets": empty(3, dtype=torch.int32),
+            "use_exp2": True,
+        }  # fmt: skip
+        forwards = (keys, values, values, gate, None, None, bounds, None, tiles, False, True, False)
+        kernels_hopper.recurrences(forwards, backwards, launch, 132)
     inverses, states = empty(1, T, HV, CHUNK), empty(tiles_of(T, 3 if full else 1, bounds), HV, 128, 128)
     kernels_hopper_gradients.gradients(
         keys, keys, keys, keys, values, gate, empty(1, T, HV, dtype=F32), inverses, values, values, values,
