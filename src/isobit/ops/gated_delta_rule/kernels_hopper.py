@@ -86,7 +86,7 @@ def fold(
     k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: Tensor,
     launch: Launch, sms: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(u, w) from T, rounded; those of the forward. `sms`: the SMs to make a schedule for; 0: those of the
+    """(u, w) from T, rounded. `sms`: the SMs to make a schedule for; 0: those of the
     device."""
     if kernels_hopper_fold.serves(k, v):
         return kernels_hopper_fold.folded(k, v, beta, g2, cu_seqlens, inverses, launch, sms)
@@ -139,4 +139,6 @@ def gradients(
 
 fwd_h = partial(kernels_triton.fwd_h, carry=carried)
 gated_delta_rule = partial(kernels_triton.gated_delta_rule, begin=prepare, finish=finish)
-gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, recur=recurrences, inside=gradients)
+gated_delta_rule_bwd = partial(
+    kernels_triton_bwd.gated_delta_rule_bwd, fold=fold, recur=recurrences, inside=gradients
+)
