@@ -45,7 +45,9 @@ class Emulated(Device):
     def store_box(self, desc: Any, where: list[Any], buffer: Any) -> None:
         (i, j), to = self._starts(desc, where), desc.tensor
         values = torch.from_numpy(np.array(buffer.value))
-        rows, columns = min(len(values), len(to) - i), min(values.shape[1], to.shape[1] - j)
+        rows, columns = (
+            max(0, min(n, size - at)) for n, size, at in zip(values.shape, to.shape, (i, j), strict=True)
+        )
         to[i : i + rows, j : j + columns] = values[:rows, :columns].to(to.dtype)
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -96,6 +98,9 @@ TILES = {
     "64 x 48 swapped": fitted(1, 48, True, 4),
     "128 x 96 swapped": fitted(2, 96, True, 4),
     "192 x 32 swapped": fitted(3, 32, True, 4),
+    "64 x 128 in halves": fitted(1, 128, False, 4, halved=True),
+    "128 x 32 swapped in halves": fitted(2, 32, True, 4, halved=True),
+    "64 x 16 swapped, two on an SM": fitted(1, 16, True, 4, per_sm=2),
 }
 
 

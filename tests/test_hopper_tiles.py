@@ -18,6 +18,7 @@ from isobit.kernels.hopper import tiles as hopper_tiles
 from isobit.kernels.hopper.tiles import Tile, microseconds
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
+from tile_model.problem import _name
 
 SMS = 132  # of an H200
 TILES = [*products.product_tiles(2), *products.product_tiles(4)]
@@ -31,7 +32,7 @@ def test_tiles_fit_an_sm(tile: Tile) -> None:
     assert ring <= 227 * 1024
     at_launch, own = tile.registers
     warps = 4 * tile.consumers + 4
-    assert at_launch * warps * 32 <= 65536
+    assert tile.per_sm * at_launch * warps * 32 <= 65536
     if tile.consumers > 1:  # the first consumer gets what the others and the producer leave
         rest = at_launch * warps - 4 * own * (tile.consumers - 1) - 4 * hopper_pipe.PRODUCER_REGISTERS.value
         assert rest // 4 >= own
@@ -43,7 +44,8 @@ def test_tiles_fit_an_sm(tile: Tile) -> None:
 def test_tiles_leave_room_for_their_output(itemsize: int) -> None:
     for tile in (*products.product_tiles(itemsize), *SUMS):
         ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
-        assert ring + tile.rows * tile.columns * itemsize + 1024 <= 227 * 1024 and tile.stages >= 3
+        staged = tile.rows * (tile.parts[0] if tile.halved else tile.columns) * itemsize
+        assert tile.per_sm * (ring + staged + 1024 + 1024) <= 228 * 1024 and tile.stages >= 3
 
 
 def test_columns_are_powers_of_two_or_two_of_them() -> None:
@@ -53,16 +55,16 @@ def test_columns_are_powers_of_two_or_two_of_them() -> None:
 
 
 def test_all_tiles_are_different() -> None:
-    sizes = [(tile.rows, tile.columns, tile.swapped) for tile in products.product_tiles(2)]
-    assert len(set(sizes)) == len(sizes)
+    names = [_name(tile) for tile in products.product_tiles(2)]
+    assert len(set(names)) == len(names)
     assert all(t.columns % 8 == 0 for t in products.product_tiles(2))
 
 
 # The rule
 
 
-def chosen(M: int, N: int, K: int, itemsize: int = 2) -> Tile:
-    return products.choose_tile(M, N, K, SMS, itemsize)[0]
+def chosen(M: int, N: int, K: int, itemsize: int = 2, by_k: bool = True) -> Tile:
+    return products.choose_tile(M, N, K, SMS, itemsize, by_k)[0]
 
 
 def test_decode_gives_the_weight_the_rows_and_pays_for_few_tokens() -> None:
@@ -98,15 +100,28 @@ def test_sums_of_few_rows_take_the_tile_that_keeps_most_multiprocessors_busy() -
     assert tile(64, 4096) == tile(128, 512) == (64, 64)
 
 
+def test_sums_take_the_tile_that_was_fastest_on_an_h200() -> None:
+    """Microseconds with 4500 tokens, of 128 x 128, 64 x 128 and 64 x 64: the choice is within 4 %."""
+    measured = {
+        (512, 2560): (26.3, 28.6, 29.4), (896, 1536): (26.3, 28.4, 30.2), (1024, 1536): (26.5, 28.8, 32.7),
+        (1024, 2560): (50.8, 42.5, 52.5), (256, 9728): (53.2, 44.0, 49.0), (1536, 1536): (50.3, 42.0, 51.9),
+        (4864, 512): (51.3, 44.2, 59.9), (896, 9728): (139.4, 135.4, 178.1),
+    }  # fmt: skip
+    for (M, N), times in measured.items():
+        chosen = hopper_product._SUMS.index(hopper_product.sum_tile(M, N, SMS, 4))
+        assert times[chosen] < 1.04 * min(times), (M, N)
+
+
 def test_sums_of_any_number_of_rows_take_the_tile_of_one_number() -> None:
-    """So a batch of a new size asks the model nothing, and loses nothing by it: by the model's own times no
-    other tile is faster."""
+    """So a batch of a new size asks the model nothing, and loses little by it: by the model's own times no
+    other tile is faster by more than 3 %, or 0.6 us."""
     for M, N in itertools.product((64, 896, 1024, 4096, 4864, 65536), (40, 512, 896, 4096, 14336)):
         for sms, itemsize in itertools.product((78, SMS), (2, 4)):
             chosen = hopper_product._SUMS.index(hopper_product.sum_tile(M, N, sms, itemsize))
             for K in (1, 63, 777, 4096, 16381, 65536, 1 << 20):
                 (times,) = microseconds(hopper_product._SUMS, (M,), N, K, sms, itemsize)
-                assert times[chosen] <= times.min() * (1 + 1e-12)
+                times = (times - hopper_tiles.FIXED_US) * hopper_product._LONGER
+                assert times[chosen] <= max(1.03 * times.min(), times.min() + 0.6)
 
 
 def test_a_new_number_of_tokens_asks_no_model_for_the_tile_of_weight_gradients() -> None:
@@ -125,13 +140,16 @@ def test_a_new_number_of_tokens_asks_no_model_for_the_tile_of_weight_gradients()
 def measured() -> list[dict[str, Any]]:
     """Tiles at ten layers forward and six backward, with weights from memory, on an H200."""
     cells = json.loads((Path(__file__).parent / "golden" / "tiles_h200.json").read_text())["cells"]
-    assert len(cells) == 350
-    # One choice was not among the tiles that were timed.
-    return [c for c in cells if (c["M"], c["N"], c["K"]) != (1300, 4864, 896)]
+    assert len(cells) == 380
+    return list(cells)
 
 
-def time_of(cell: dict[str, Any], tile: Tile) -> float:
-    return float(cell["us"][f"{tile.rows}x{tile.columns}{' swapped' if tile.swapped else ''}"])
+def choice(cell: dict[str, Any]) -> tuple[Tile, float]:
+    return products.choose_tile(cell["M"], cell["N"], cell["K"], SMS, 2, cell["kind"] == "forward")
+
+
+def time_of_choice(cell: dict[str, Any]) -> float:
+    return float(cell["us"][_name(choice(cell)[0])])
 
 
 def geomean(values: list[float]) -> float:
@@ -139,18 +157,15 @@ def geomean(values: list[float]) -> float:
 
 
 def test_what_the_rule_chooses_is_nearly_the_fastest() -> None:
-    result = [time_of(c, chosen(c["M"], c["N"], c["K"])) / c["fastest"] for c in measured()]
-    assert geomean(result) < 1.025 and max(result) < 1.19
-    assert sorted(result)[int(0.95 * len(result))] < 1.1
+    result = [time_of_choice(c) / c["fastest"] for c in measured()]
+    assert geomean(result) < 1.0126 and max(result) < 1.14
+    assert sorted(result)[int(0.95 * len(result))] < 1.067
 
 
 def test_what_the_rule_expects_is_nearly_what_was_measured() -> None:
-    errors = []
-    for c in measured():
-        tile, expected = products.choose_tile(c["M"], c["N"], c["K"], SMS)
-        errors.append(math.log(time_of(c, tile) / expected))
-    assert math.sqrt(sum(e * e for e in errors) / len(errors)) < 0.065
-    assert max(map(abs, errors)) < 0.25
+    errors = [math.log(time_of_choice(c) / choice(c)[1]) for c in measured()]
+    assert math.sqrt(sum(e * e for e in errors) / len(errors)) < 0.082
+    assert max(map(abs, errors)) < 0.23
 
 
 def test_the_tiles_of_a_layer_are_chosen_together() -> None:
@@ -161,11 +176,15 @@ def test_the_tiles_of_a_layer_are_chosen_together() -> None:
     assert all(tiles[M] == tiles[-(-M // 8) * 8] for M in tiles)
     sizes = {size for tile in products.product_tiles(2) for size in (tile.rows, *tile.parts)}
     assert all(size % 8 == 0 for size in sizes)
-    assert products.choose_tile(4096, 4096, 1024, SMS) == products._chosen((4096,), 4096, 1024, SMS, 2)[0]
+    assert (
+        products.choose_tile(4096, 4096, 1024, SMS) == products._chosen((4096,), 4096, 1024, SMS, 2, True)[0]
+    )
     assert products.choose_tile(0, 4096, 1024, SMS) == tiles[1]
 
 
-@pytest.mark.parametrize("constant", ["OUTSIDE_CYCLES", "STEP_CYCLES", "STEP_CYCLES_PER_SM", "SHARED_CYCLES"])
+@pytest.mark.parametrize(
+    "constant", ["OUTSIDE_CYCLES", "LATENCY_CYCLES", "WAITING_US", "LEAST_COLUMNS", "SHARING"]
+)
 def test_every_term_of_the_model_makes_better_choices(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def regret() -> float:
         products._table.cache_clear()
@@ -173,9 +192,7 @@ def test_every_term_of_the_model_makes_better_choices(constant: str, monkeypatch
         log = 0.0
         for c in measured():
             times = c["us"]
-            tile = chosen(c["M"], c["N"], c["K"])
-            name = f"{tile.rows}x{tile.columns}{' swapped' if tile.swapped else ''}"
-            log += math.log(times.get(name, 1.3 * max(times.values())) / c["fastest"])
+            log += math.log(times.get(_name(choice(c)[0]), 1.3 * max(times.values())) / c["fastest"])
         return log / len(measured())
 
     before = regret()
@@ -190,14 +207,14 @@ def test_the_rule_holds_its_speed_next_to_cublas() -> None:
     shares: dict[str, list[float]] = {}
     for c in measured():
         rows = "1" if c["M"] <= 32 else "33" if c["M"] <= 128 else "129" if c["M"] <= 1300 else "1301"
-        share = c["torch.mm"] / time_of(c, chosen(c["M"], c["N"], c["K"]))
+        share = c["torch.mm"] / time_of_choice(c)
         shares.setdefault("dx" if c["kind"] == "dx" else rows, []).append(share)
     least = {
-        "1": (0.96, 0.76),
-        "33": (0.97, 0.89),
-        "129": (0.95, 0.75),
-        "1301": (0.97, 0.83),
-        "dx": (0.97, 0.79),
+        "1": (1.0, 0.79),
+        "33": (0.96, 0.85),
+        "129": (0.955, 0.78),
+        "1301": (1.0, 0.87),
+        "dx": (0.975, 0.8),
     }
     for name, (mean, lowest) in least.items():
         assert geomean(shares[name]) > mean and min(shares[name]) > lowest, (name, shares[name])

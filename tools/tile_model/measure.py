@@ -34,8 +34,8 @@ from tile_model.problem import PROBLEMS, Problem
 
 ROWS = {
     "forward": (
-        1, 2, 5, 8, 16, 24, 32, 40, 56, 72, 90, 100, 128, 144, 180, 200, 272, 300, 350, 450, 550, 640, 800,
-        900, 1100, 1300, 1800, 2100, 4096,
+        1, 2, 5, 8, 16, 24, 32, 40, 56, 72, 90, 100, 128, 144, 180, 200, 272, 300, 350, 400, 450, 550, 640,
+        800, 900, 1100, 1300, 1500, 1800, 2100, 3000, 4096,
     ),
     "dx": (40, 100, 200, 300, 450, 800, 1300, 1500, 2100, 4096),
 }  # fmt: skip
@@ -46,9 +46,9 @@ LAYERS = (
 )
 
 #: Candidates in a cell: this many, within this multiple of the least expected time and a microsecond.
-MOST, NEAR = 24, 1.5
+MOST, NEAR = 28, 1.5
 #: Replays of each graph are timed this often.
-ROUNDS = 4
+ROUNDS = 3
 
 MM = "torch.mm"
 ABOUT = (
@@ -58,9 +58,9 @@ ABOUT = (
 )
 
 
-def near(problem: Problem, M: int, N: int, K: int, sms: int) -> list[str]:
+def near(problem: Problem, kind: str, M: int, N: int, K: int, sms: int) -> list[str]:
     """Names of the candidates that are worth timing, by today's model."""
-    every = {**problem.chosen, **problem.others}
+    every = {n: each for n, each in problem.every().items() if problem.allowed(each, kind)}
     (expected,) = problem.model(tuple(every.values()), [M], N, K, sms)
     order = sorted(zip(expected, every, strict=True))
     return [name for us, name in order[:MOST] if us <= NEAR * order[0][0] + 1]
@@ -79,7 +79,7 @@ def calls_of(
 ) -> dict[str, Callable[[], object]]:
     """A function for `torch.mm` and for each candidate that multiplies x by all copies. Raises ValueError if
     two candidates differ in a bit."""
-    every = {**problem.chosen, **problem.others}
+    every = problem.every()
     out, first = (torch.empty(len(x), copies[0].shape[1], dtype=x.dtype, device=x.device) for _ in range(2))
     calls: dict[str, Callable[[], object]] = {MM: lambda: [torch.mm(x, w, out=out) for w in copies]}
     for i, name in enumerate(names):
@@ -125,7 +125,7 @@ def cells(
     for M in ROWS[kind]:
         if time.monotonic() > until:
             return
-        names = [n for n in near(problem, M, N, K, sm_count(device)) if n not in left_out]
+        names = [n for n in near(problem, kind, M, N, K, sm_count(device)) if n not in left_out]
         x = torch.randn(M, K, dtype=torch.bfloat16, device=device)
         timed = microseconds(calls_of(problem, names, x, copies))
         us = {name: round(each / len(copies), 3) for name, each in timed.items()}
@@ -137,7 +137,7 @@ def first_calls(name: str, part: int, parts: int) -> list[str]:
     """Compile and call some of the candidates, in a process of its own, and return those that fail."""
     problem, failed = PROBLEMS[name](), []
     x, w, out = (torch.zeros(512, 512, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    for each, candidate in list({**problem.chosen, **problem.others}.items())[part::parts]:
+    for each, candidate in list(problem.every().items())[part::parts]:
         try:
             problem.call(candidate, out, x, w)
             problem.call(candidate, out, x, w.t())

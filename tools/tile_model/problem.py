@@ -44,6 +44,11 @@ class Problem:
     constants: tuple[str, ...]
     module: ModuleType
     forget: Callable[[], None] = lambda: None
+    allowed: Callable[[Any, str], bool] = lambda candidate, kind: True
+
+    def every(self) -> dict[str, Any]:
+        """All candidates."""
+        return {**self.chosen, **self.others}
 
     def today(self) -> dict[str, float]:
         return {name: getattr(self.module, name) for name in self.constants}
@@ -68,21 +73,30 @@ class Problem:
 
 
 def _name(tile: Tile) -> str:
-    return f"{tile.rows}x{tile.columns}{' swapped' if tile.swapped else ''}"
+    kinds = {"swapped": tile.swapped, "in halves": tile.halved, "two on an SM": tile.per_sm == 2}
+    return " ".join([f"{tile.rows}x{tile.columns}", *(kind for kind, holds in kinds.items() if holds)])
 
 
 def _every_tile() -> Iterator[Tile]:
-    """Tiles of one accumulator per consumer, or two, that fit an SM. Accumulators of 8 columns only if they
-    are swapped: where k is not contiguous in a weight, they cannot be swizzled."""
+    """Tiles of one accumulator per consumer, or two, that fit an SM; those in halves that have a stage more
+    so; and those of which two fit one. Accumulators of 8 columns only if they are swapped: where k is not
+    contiguous in a weight, they cannot be swizzled."""
     for swapped, least in ((True, 8), (False, 16)):
         sizes = [least << i for i in range(6) if least << i <= 256]
         pairs = {a + b for a in sizes for b in sizes if a != b and a + b <= 256}
         for consumers in (1, 2, 3):
             for columns in sorted({*sizes, *pairs}):
                 tile = fitted(consumers, columns, swapped, ITEMSIZE)
-                at_launch, own = tile.registers
-                if tile.stages >= 3 and columns // 2 + 40 <= (own or at_launch):
-                    yield tile
+                made = [tile]
+                if columns in (128, 256):
+                    made.append(fitted(consumers, columns, swapped, ITEMSIZE, halved=True))
+                if consumers < 3 and columns <= 96:
+                    made.append(fitted(consumers, columns, swapped, ITEMSIZE, per_sm=2))
+                for each in made:
+                    at_launch, own = each.registers
+                    enough = each.stages >= (tile.stages + 1 if each.halved else 3)
+                    if enough and columns // 2 + 40 <= (own or at_launch):
+                        yield each
 
 
 def _multiply(tile: Tile, out: Tensor, x: Tensor, w: Tensor) -> None:
@@ -103,10 +117,10 @@ def chain16() -> Problem:
     others = {_name(tile): tile for tile in _every_tile() if _name(tile) not in chosen}
     return Problem(
         chosen, others, _multiply, _microseconds, (
-            "FIXED_US", "HBM_BYTES_PER_US", "FLOPS_PER_US", "CYCLES_PER_US", "SHARED_CYCLES",
-            "L2_LINES_PER_CYCLE", "SHARING", "STEP_CYCLES", "STEP_CYCLES_PER_SM", "LONG_STEP",
-            "OUTSIDE_CYCLES",
+            "FIXED_US", "WAITING_US", "HBM_BYTES_PER_US", "FLOPS_PER_US", "CYCLES_PER_US", "LEAST_COLUMNS",
+            "L2_LINES_PER_CYCLE", "SHARING", "LATENCY_CYCLES", "OUTSIDE_CYCLES",
         ), tiles, tiles._columns.cache_clear,
+        lambda tile, kind: kind == "forward" or tile.swapped or min(tile.parts) >= products.NARROW,
     )  # fmt: skip
 
 

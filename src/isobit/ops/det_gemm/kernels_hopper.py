@@ -39,28 +39,47 @@ from isobit.kernels.triton.tiles import ones_kernel
 
 # Tiles
 
-#: Columns of tiles by consumer warpgroups. With six tiles more, and the model fitted to them, its choices in
-#: 490 cells on an H200 were no faster. Tiles of three accumulators would make the fastest tile of a cell
-#: 0.3 % faster in geometric mean.
-_DIRECT = {1: (80, 128, 192, 256), 2: (128, 160, 192, 256), 3: (128,)}
+#: Columns of tiles by consumer warpgroups. Those that the model would choose in 380 cells on an H200, of 117
+#: that were timed there; without any of them its choices would take longer.
+_DIRECT = {1: (96, 128, 160, 192), 2: (128, 160), 3: (128,)}
 _SWAPPED = {
-    1: (8, 16, 32, 40, 48, 64, 72, 80, 96, 128, 144, 160, 192),
-    2: (16, 32, 64, 96, 128, 160, 192),
-    3: (32, 128),
+    1: (8, 16, 32, 64, 72, 80, 96, 128, 136, 144, 160, 192),
+    2: (96, 128, 136, 144, 160),
+    3: (128, 136),
 }
+#: Their output leaves in two halves through one buffer, which leaves room for a stage more.
+_HALVED = {1: (256,), 2: (256,)}
+#: Fewer columns than this, where k is not contiguous in b, are less than a line of 128 bytes: 64 x 160, whose
+#: second accumulator has 32, took 1.2 times as long there.
+NARROW = 64
+#: Two programs on an SM at the same time, for few tokens. The next product finds room to start while this one
+#: still runs, and the SM has work while one of them waits: up to a fifth faster where K is short.
+_TWO_ON_AN_SM = {1: (8, 16, 32, 48, 72), 2: (8,)}
 
 
 @cache
-def product_tiles(itemsize: int) -> tuple[Tile, ...]:
+def product_tiles(itemsize: int, by_k: bool = True) -> tuple[Tile, ...]:
     """Every tile for outputs with this many bytes per element. Tiles of fp32 outputs with three stages were
-    not measured, and are left out."""
+    not measured, and are left out.
+
+    by_k: k is contiguous in b. If it is not, tiles with NARROW accumulators are left out."""
+    kinds: tuple[tuple[dict[int, tuple[int, ...]], dict[str, Any]], ...] = (
+        (_DIRECT, {"swapped": False}),
+        (_HALVED, {"swapped": False, "halved": True}),
+        (_SWAPPED, {"swapped": True}),
+        (_TWO_ON_AN_SM, {"swapped": True, "per_sm": 2}),
+    )
     tiles = [
-        fitted(consumers, columns, swapped, itemsize)
-        for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
+        fitted(consumers, columns, itemsize=itemsize, **how)
+        for sizes, how in kinds
         for consumers in sizes
         for columns in sizes[consumers]
     ]
-    return tuple(tile for tile in tiles if tile.stages >= (4 if itemsize == 4 else 3))
+    return tuple(
+        tile
+        for tile in tiles
+        if tile.stages >= (4 if itemsize == 4 else 3) and (by_k or tile.swapped or min(tile.parts) >= NARROW)
+    )
 
 
 #: Up to this many rows the tiles of a layer are chosen together: a batch that changes with every step meets
@@ -68,29 +87,33 @@ def product_tiles(itemsize: int) -> tuple[Tile, ...]:
 TABLE_ROWS = 4096
 
 
-def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
+def choose_tile(
+    M: int, N: int, K: int, sms: int, itemsize: int = 2, by_k: bool = True
+) -> tuple[Tile, float]:  # fmt: skip
     """The tile for an M x N output over K, and the expected time in microseconds. If two times are equal to
     10 ns, the tile that needs fewer programs to cover the output. All tiles have multiples of 8 rows and
-    columns, so M is rounded up to one first."""
+    columns, so M is rounded up to one first. by_k: k is contiguous in b."""
     eights = max(-(-M // 8), 1)
     if eights <= TABLE_ROWS // 8:
-        return _table(N, K, sms, itemsize)[eights - 1]
-    return _chosen((8 * eights,), N, K, sms, itemsize)[0]
+        return _table(N, K, sms, itemsize, by_k)[eights - 1]
+    return _chosen((8 * eights,), N, K, sms, itemsize, by_k)[0]
 
 
 @decides
-def _tile(M: int, N: int, K: int, sms: int, itemsize: int) -> Tile:
-    return choose_tile(M, N, K, sms, itemsize)[0]
+def _tile(M: int, N: int, K: int, sms: int, itemsize: int, by_k: bool) -> Tile:
+    return choose_tile(M, N, K, sms, itemsize, by_k)[0]
 
 
 @lru_cache(maxsize=256)  # each has 512 entries, some 40 KB
-def _table(N: int, K: int, sms: int, itemsize: int) -> list[tuple[Tile, float]]:
-    return _chosen(range(8, TABLE_ROWS + 1, 8), N, K, sms, itemsize)
+def _table(N: int, K: int, sms: int, itemsize: int, by_k: bool) -> list[tuple[Tile, float]]:
+    return _chosen(range(8, TABLE_ROWS + 1, 8), N, K, sms, itemsize, by_k)
 
 
-def _chosen(M: Sequence[int], N: int, K: int, sms: int, itemsize: int) -> list[tuple[Tile, float]]:
+def _chosen(
+    M: Sequence[int], N: int, K: int, sms: int, itemsize: int, by_k: bool
+) -> list[tuple[Tile, float]]:
     """The tile and the time for each M."""
-    tiles = product_tiles(itemsize)
+    tiles = product_tiles(itemsize, by_k)
     times = np.round(microseconds(tiles, M, N, K, sms, itemsize), 2)
     tiles_m, tiles_n = tiles_of(tiles, M, N)
     best = np.lexsort((tiles_m * tiles_n, times))[:, 0]
@@ -103,7 +126,7 @@ def _wider(tile: Tile, itemsize: int) -> Tile:
     columns more. A row of its stage would have 16 bytes, too few to be swizzled. ptxas 12.8 computes the
     `wgmma` descriptors of such an operand from registers that it has never set: the kernel then reads any
     shared memory, or none that exists."""
-    return fitted(tile.consumers, tile.columns + 8, tile.swapped, itemsize)
+    return fitted(tile.consumers, tile.columns + 8, tile.swapped, itemsize, per_sm=tile.per_sm)
 
 
 # Kernels
@@ -207,7 +230,7 @@ def product(
     """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
     (*lead, M, _), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
-    tile = _tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
+    tile = _tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize, b.stride(-2) == 1)
     if 8 in tile.parts and not matrix(a).is_row_major():
         tile = _wider(tile, out_dtype.itemsize)
     for z in range(len(a) if lead else 1):
@@ -271,7 +294,7 @@ def _multiply(
     given, constants = operands(out, a, b, bias, tile, staged, operand_descriptor)
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
-        product_kernel, (min(tiles, sm_count(out.device)),),
+        product_kernel, (min(tiles, tile.per_sm * sm_count(out.device)),),
         out, out.shape[-1], M, N, -(-K // tile.step), *given, **constants,
     )  # fmt: skip
 

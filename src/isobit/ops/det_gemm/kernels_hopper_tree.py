@@ -360,7 +360,7 @@ def product(
     if 8 in plan.tile.parts and not matrix(a).is_row_major():
         wider = planned(
             plan.tile.consumers, plan.tile.columns + 8, plan.tile.swapped, out_dtype.itemsize, plan.parts,
-            plan.whole and plan.parts == 1, leaves,
+            plan.whole and plan.parts == 1, leaves, plan.tile.per_sm,
         )  # fmt: skip
         assert wider is not None
         plan = wider
@@ -384,7 +384,7 @@ def _multiply(out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, plan: Plan
     others, area = tiles_m * tiles_n - first, tile.rows * tile.columns
     parts = out.new_empty((others, plan.parts, area), dtype=torch.float32) if plan.parts > 1 else unused(out)
     launch(
-        tree_kernel, (min(first + others * plan.parts, sms),),
+        tree_kernel, (min(first + others * plan.parts, tile.per_sm * sms),),
         out, ld, M, N, -(-leaf // tile.step), *given, parts, first,
         WHOLE=plan.whole, PARTS=plan.parts, LEAVES=plan.leaves, TOTAL=plan.total, **constants,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isobit.frame.traced import decides
-from isobit.kernels.hopper.tiles import SHARED_BYTES, Tile, microseconds, tiles_of
+from isobit.kernels.hopper.tiles import Tile, fitted, microseconds, tiles_of
 from isobit.numerics import LEAVES
 from isobit.ops.det_gemm.kernels_hopper import TABLE_ROWS
 
@@ -34,34 +34,36 @@ class Plan(NamedTuple):
 
 
 #: Columns of tiles by consumer warpgroups. With more than one leaf a consumer has two accumulators, with more
-#: than two a third one, which waits.
-_DIRECT = {1: (64, 80, 128, 192, 256), 2: (128, 160, 192, 256)}
+#: than two a third one, which waits. Tiles that are not swapped are computed whole: in parts they took up to
+#: 1.37 times as long as swapped ones of the same size on an H200, with more than 64 tokens; why is not known.
+_DIRECT = {1: (64, 80, 128, 192), 2: (160, 192)}
 _SWAPPED = {
     1: (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 144, 160, 192),
-    2: (16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256),
+    2: (16, 32, 64, 80, 96, 128, 144, 160, 192, 256),
 }
-#: Sums of a consumer's thread, half a column each: what leaves registers for the loop.
-_MOST_SUMS = 192
+#: Two programs on an SM at the same time, of one consumer each and swapped: for few tokens. (columns, parts)
+_TWO_ON_AN_SM = ((8, 1), (8, 4), (16, 1), (32, 1), (40, 1))
+#: Sums of a consumer's thread, half a column each: what leaves registers for the loop. By programs on an SM.
+_MOST_SUMS = {1: 192, 2: 80}
 #: Tiles with fewer columns are computed whole, or all of them in parts: there are always enough of them.
 _LEAST_LEFT_OVER = 64
 
 
 def planned(
-    consumers: int, columns: int, swapped: bool, itemsize: int, parts: int, whole: bool, total: int = LEAVES
-) -> Plan | None:
+    consumers: int, columns: int, swapped: bool, itemsize: int, parts: int, whole: bool, total: int = LEAVES,
+    per_sm: int = 1,
+) -> Plan | None:  # fmt: skip
     """With as many stages as fit; None if there are too few, or too few registers."""
-    leaves, rows = total if whole else total // parts, 64 * consumers
+    leaves = total if whole else total // parts
     accumulators = min(leaves, 3)
-    if columns * accumulators // 2 > _MOST_SUMS:
+    if columns * accumulators // 2 > _MOST_SUMS[per_sm]:
         return None
-    taken = rows * columns * ((4 if leaves == LEAVES else 0) + (itemsize if whole else 0))
-    step = 128 if rows + columns <= 160 else 64
-    stages = min(12, (SHARED_BYTES - taken) // ((rows + columns) * step * 2))
-    if stages < 3:
-        return None
-    return Plan(
-        Tile(consumers, columns, step, stages, swapped, accumulators=accumulators), parts, whole, total
-    )
+    # Next to the ring are sums of leaves that wait, in fp32, and the output.
+    bytes_each = (4 if leaves == LEAVES else 0) + (itemsize if whole else 0)
+    tile = fitted(
+        consumers, columns, swapped, bytes_each, group=16, accumulators=accumulators, per_sm=per_sm
+    )  # fmt: skip
+    return Plan(tile, parts, whole, total) if tile.stages >= 3 else None
 
 
 @cache
@@ -75,8 +77,13 @@ def tree_plans(itemsize: int, total: int = LEAVES) -> tuple[Plan, ...]:
         for parts in (1, 2, 4, 8)
         for whole in (True, False)
         if parts <= total
-        and (whole or parts > 1)
+        and (whole or (parts > 1 and swapped))
         and (parts == 1 or not whole or columns >= _LEAST_LEFT_OVER)
+    ]
+    made += [
+        planned(1, columns, True, itemsize, parts, parts == 1, total, per_sm=2)
+        for columns, parts in _TWO_ON_AN_SM
+        if parts <= total
     ]
     return tuple(plan for plan in made if plan is not None)
 
@@ -88,15 +95,14 @@ def fitting(tile: Tile, leaf: int) -> Tile:
     return tile
 
 
-# Fitted on an H200 to 187 products with weights from memory, 1 to 4096 rows, at ten real layers forward and
-# three backward: the root mean square of the errors is 8.6 % over plans within 40 % of the fastest. What the
-# model chooses takes 2.9 % longer than the fastest plan that was timed in geometric mean, 14 % at the 95th
-# percentile.
+# Fitted on an H200 to 83 products with weights from memory, 1 to 4096 rows, at four real layers forward: the
+# root mean square of the errors is 8.6 % over plans within 40 % of the fastest. What the model chooses takes
+# 3.2 % longer than the fastest plan that was timed in geometric mean, 13 % at the 95th percentile.
 #: To launch the kernel that adds the parts, and what the parts write and read, mostly in L2.
-FOLD_US = 1.474
-FOLD_BYTES_PER_US = 2.282e6
+FOLD_US = 1.071
+FOLD_BYTES_PER_US = 2.641e6
 #: To end a pair of chains and begin the next, of each SM.
-PAIR_US = 0.4767
+PAIR_US = 0.4325
 
 
 def choose_plan(
@@ -143,7 +149,8 @@ def plan_microseconds(
     times = microseconds(tiles, M, N, K, sms, itemsize, work)
     tiles_m, tiles_n = tiles_of(tiles, M, N)
     first, others = divided(tiles_m * tiles_n)
-    rounds = np.ceil(first / sms), np.ceil(others * parts / sms)
+    places = sms * np.array([tile.per_sm for tile in tiles])
+    rounds = np.ceil(first / places), np.ceil(others * parts / places)
     times += PAIR_US * (rounds[0] * (total // 2 - 1) + rounds[1] * np.maximum(leaves // 2 - 1, 0))
     times += (others > 0) * (FOLD_US + (4 * parts + itemsize) * others * area / FOLD_BYTES_PER_US)
     return np.where((parts > 1) & ((others == 0) | (whole & (first == 0))), np.inf, times)

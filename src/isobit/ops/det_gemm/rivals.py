@@ -217,7 +217,7 @@ def _predict_product(backend: str | None, args: Args) -> float | None:
 
     a, b = args["a"], args["b"]
     itemsize = args.get("out_dtype", a.dtype).itemsize
-    return 1e-3 * choose_tile(len(a), b.shape[1], len(b), sm_count(a.device), itemsize)[1]
+    return 1e-3 * choose_tile(len(a), b.shape[1], len(b), sm_count(a.device), itemsize, b.stride(-2) == 1)[1]
 
 
 def _predict_dw(backend: str | None, args: Args) -> float | None:

@@ -1,8 +1,12 @@
 """The tile of a grouped product on Hopper, from sizes alone: rows, experts, N, K.
 
-No sum depends on it. How many rows an expert has is known on the device only, so a model of the time, as in
-`isobit.kernels.hopper.tiles`, expects that experts are hit at random, and that those that are hit have from
-0.4 to 1.6 times as many rows as they have on average.
+No sum depends on it. How many rows an expert has is known on the device only, so a model of the time expects
+that experts are hit at random, and that those that are hit have from 0.4 to 1.6 times as many rows as they
+have on average.
+
+The model is that of `isobit.kernels.hopper.tiles` in an earlier form, in which a step has a fixed latency and
+reads shared memory at a rate of its own. Its constants were fitted on an H200 to products; with them the
+choices in 32 cells of grouped ones were within 1.5 % of the fastest tile in geometric mean.
 """
 
 import math
@@ -12,7 +16,6 @@ from functools import cache, lru_cache
 import numpy as np
 
 from isobit.frame.traced import decides
-from isobit.kernels.hopper import tiles as model
 from isobit.kernels.hopper.pipeline import gl
 from isobit.kernels.hopper.tiles import Tile, fitted
 
@@ -27,15 +30,31 @@ _SPREAD = np.array(SPREAD)
 #: Cycles of a tile beyond its steps: to round it, and to start storing it.
 TILE_CYCLES = 600.0
 
-#: How much longer a tile of one consumer takes, if rows are its rows: nothing overlaps its end. With this the
-#: choices in 32 cells on an H200 were within 1.5 % of the fastest tile in geometric mean, without it 2 %.
+#: How much longer a tile of one consumer takes, if rows are its rows: nothing overlaps its end. Without this
+#: the choices were within 2 %.
 ONE_CONSUMER = 1.05
+
+#: To launch, to fill the ring, and to store the last tile.
+FIXED_US = 2.59
+#: From memory.
+HBM_BYTES_PER_US = 3.83e6
+#: Of all SMs. The GPU lowers its clock before a long product is faster.
+FLOPS_PER_US = 7.13e8
+CYCLES_PER_US = 1830
+#: Per line of 128 bytes that `wgmma` reads, and that busy SMs read from L2 in a cycle.
+SHARED_CYCLES = 0.588
+L2_LINES_PER_CYCLE = 115.4
+SHARING = 0.1135
+#: Of a step, for every busy SM, and how many times that a step of 128 has.
+STEP_CYCLES = 55.1
+STEP_CYCLES_PER_SM = 0.255
+LONG_STEP = 1.648
 
 
 @cache
 def grouped_tiles() -> tuple[Tile, ...]:
     return tuple(
-        fitted(consumers, columns, swapped, 2)
+        fitted(consumers, columns, swapped, 2, group=16)
         for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
         for consumers in sizes
         for columns in sizes[consumers]
@@ -51,13 +70,13 @@ def _columns() -> tuple[np.ndarray, ...]:
         return np.array([number(tile) for tile in grouped_tiles()])
 
     tensor = each(lambda t: t.rows * t.columns / 32)
-    shared = each(lambda t: model.SHARED_CYCLES * t.consumers * (64 * len(t.parts) + t.columns))
+    shared = each(lambda t: SHARED_CYCLES * t.consumers * (64 * len(t.parts) + t.columns))
     return (
         each(lambda t: t.columns if t.swapped else t.rows),
         each(lambda t: t.rows if t.swapped else t.columns),
         each(lambda t: t.group),
         tensor**2 + shared**2,
-        each(lambda t: model.LONG_STEP if t.step == 128 else 1.0),
+        each(lambda t: LONG_STEP if t.step == 128 else 1.0),
         each(lambda t: ONE_CONSUMER if t.consumers == 1 and not t.swapped else 1.0),
     )  # fmt: skip
 
@@ -74,15 +93,15 @@ def microseconds(R: int, E: int, N: int, K: int, sms: int) -> np.ndarray:
     # As there: neighbouring programs read the same weight.
     sharers = np.minimum(strips, group)
     others = np.minimum(tiles_n, np.maximum(sms / sharers, 1.0))
-    lines = np.minimum(other, N) * sharers**-model.SHARING + tokens * others**-model.SHARING
-    l2 = lines * busy / model.L2_LINES_PER_CYCLE
-    step = (model.STEP_CYCLES + model.STEP_CYCLES_PER_SM * busy) * latency
+    lines = np.minimum(other, N) * sharers**-SHARING + tokens * others**-SHARING
+    l2 = lines * busy / L2_LINES_PER_CYCLE
+    step = (STEP_CYCLES + STEP_CYCLES_PER_SM * busy) * latency
     cycles = -(-K // 64) * np.sqrt(squares + l2 * l2 + step * step) + TILE_CYCLES
     # How many strips there are is not known exactly, so neither is how full the last round is.
-    sm_us = np.maximum(count / sms + 0.5, 1.0) * cycles / model.CYCLES_PER_US
-    hbm_us = 2 * (hit * N * K + R * (K + N)) / model.HBM_BYTES_PER_US
-    power_us = 2 * R * N * K / model.FLOPS_PER_US
-    times = (model.FIXED_US + (sm_us**4 + (hbm_us**4 + power_us**4)) ** 0.25) * alone
+    sm_us = np.maximum(count / sms + 0.5, 1.0) * cycles / CYCLES_PER_US
+    hbm_us = 2 * (hit * N * K + R * (K + N)) / HBM_BYTES_PER_US
+    power_us = 2 * R * N * K / FLOPS_PER_US
+    times = (FIXED_US + (sm_us**4 + (hbm_us**4 + power_us**4)) ** 0.25) * alone
     return np.where((R // tokens + E + 1) * N < 2**36, times, np.inf)
 
 
