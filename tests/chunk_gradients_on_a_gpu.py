@@ -42,7 +42,7 @@ def inputs(
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cuda")
     own_k = kernels_triton.l2norm(k) if normed else k
     g2 = None if g is None else kernels_triton.gates(g, cu, run)
-    _, _, inverse = kernels_hopper.prepare(own_k, v, beta, g2, cu, True)
+    *_, inverse = kernels_hopper.prepare(own_k, v, beta, g2, cu, True)
     kept: list[tuple[Any, ...]] = []
 
     def inside(*given: Any) -> tuple[Any, ...]:

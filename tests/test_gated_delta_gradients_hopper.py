@@ -274,13 +274,16 @@ def test_the_backward_takes_it_where_it_serves(K: int, called: bool, monkeypatch
     args |= {n: on_meta(1, 128, 2, dtype=torch.float32) for n in ("g", "beta")}
     recorder = Recorder()
     results = kernels_hopper.gated_delta_rule_bwd(
-        launch=recorder, recur=partial(kernels_hopper.recurrences, sms=132), **args,
+        launch=recorder, fold=partial(kernels_hopper.fold, sms=132),
+        recur=partial(kernels_hopper.recurrences, sms=132), **args,
         inverse=on_meta(1, 128, 2, CHUNK),
         initial_state=None, dfinal_state=None, cu_seqlens=None, scale=0.1, state_v_first=False,
         use_qk_l2norm_in_kernel=True, want_initial_state=False,
         **{f"want_{n}": True for n in ("q", "k", "v", "g", "beta")},
     )  # fmt: skip
     names = [kernel.__name__ for kernel, _, _ in recorder.launches]
+    assert kernels_hopper.gated_delta_rule_bwd.keywords["fold"] is kernels_hopper.fold
+    assert ("folding_kernel" in names) == called and ("fold_kernel" in names) != called
     assert ("gradients_kernel" in names) == called and ("dk_kernel" in names) != called
     for found, n in zip(results, ("q", "k", "v", "g", "beta"), strict=False):
         assert found is not None and (found.shape, found.dtype) == (args[n].shape, args[n].dtype)

@@ -13,15 +13,18 @@ from test_delta_rule_hopper import Room, Walked
 from test_gated_delta_hopper import Steps
 
 
-def on_a_cpu(k: torch.Tensor, beta: torch.Tensor, g2: Any, bounds: Any, steps: Any = Steps) -> torch.Tensor:
+def on_a_cpu(
+    k: torch.Tensor, beta: torch.Tensor, g2: Any, bounds: Any, steps: Any = Steps, normal: Any = None
+) -> torch.Tensor:
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         device = Walked(grid[0], steps)
         scope = device.scope(hopper_pipe, kernels_hopper_solve, reinterpreted=Room.reinterpret)
-        values[3].fill_(7.0)  # what is not stored is not 0 by chance
+        for written in (values[3], values[4]):
+            written.fill_(7.0)  # what is not stored is not 0 by chance
         constants = (options[name] for name in kernel.arg_names[len(values) :])
         device.run(scope, kernel, (*values, *constants))
 
-    return solve(k, beta, g2, bounds, launch)
+    return solve(k, beta, g2, bounds, launch, normal)
 
 
 def drawn(B: int, T: int, H: int, HV: int, K: int, gated: bool) -> tuple[Any, ...]:
@@ -93,3 +96,15 @@ def test_it_shows_a_multiply_add_that_rounds_twice() -> None:
     expected = right(k, beta, g, None)
     assert torch.equal(on_a_cpu(k, beta, sums(g, k, None), None), expected)
     assert not torch.equal(on_a_cpu(k, beta, sums(g, k, None), None, Twice), expected)
+
+
+@pytest.mark.parametrize(("K", "H", "HV"), [(64, 1, 1), (128, 2, 4), (128, 3, 3)])
+def test_divides_rows_by_their_norm(K: int, H: int, HV: int) -> None:
+    k, beta, g = drawn(1, 140, H, HV, K, True)
+    k, cu = k * 8, torch.tensor([0, 3, 3, 70, 138], dtype=torch.int32)
+    k[0, 5] = 0.0
+    normal = torch.empty_like(k)
+    found = on_a_cpu(k, beta, sums(g, k, cu), cu, normal=normal)
+    expected = torch.from_numpy(model.l2norm(k.float().numpy(), torch.bfloat16)).bfloat16()
+    assert torch.equal(normal[:, :138], expected[:, :138]) and bool((normal[:, 138:] == 7.0).all())
+    assert torch.equal(found[:, :138], right(expected, beta, g, cu)[:, :138])

@@ -73,20 +73,23 @@ def recurrences(
 
 def prepare(
     k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: bool = False,
-    launch: Launch = run,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`)."""
+    launch: Launch = run, normed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(k, u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`). `normed`: k is divided by its
+    norm; rows of no sequence are then anything."""
     if k.shape[-1] > WIDEST:
-        return kernels_triton.prepare(k, v, beta, g2, cu_seqlens, inverses, launch)
-    T_b = solve(k, beta, g2, cu_seqlens, launch)
-    return *fold(k, v, beta, g2, cu_seqlens, T_b, launch), T_b if inverses else None
+        return kernels_triton.prepare(k, v, beta, g2, cu_seqlens, inverses, launch, normed)
+    normal = torch.empty_like(k) if normed else None
+    T_b = solve(k, beta, g2, cu_seqlens, launch, normal)
+    k = k if normal is None else normal
+    return k, *fold(k, v, beta, g2, cu_seqlens, T_b, launch), T_b if inverses else None
 
 
 def fold(
     k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: Tensor,
     launch: Launch, sms: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(u, w) from T, rounded; those of the forward. `sms`: the SMs to make a schedule for; 0: those of the
+    """(u, w) from T, rounded. `sms`: the SMs to make a schedule for; 0: those of the
     device."""
     if kernels_hopper_fold.serves(k, v):
         return kernels_hopper_fold.folded(k, v, beta, g2, cu_seqlens, inverses, launch, sms)
@@ -139,4 +142,6 @@ def gradients(
 
 fwd_h = partial(kernels_triton.fwd_h, carry=carried)
 gated_delta_rule = partial(kernels_triton.gated_delta_rule, begin=prepare, finish=finish)
-gated_delta_rule_bwd = partial(kernels_triton_bwd.gated_delta_rule_bwd, recur=recurrences, inside=gradients)
+gated_delta_rule_bwd = partial(
+    kernels_triton_bwd.gated_delta_rule_bwd, fold=fold, recur=recurrences, inside=gradients
+)

@@ -26,7 +26,6 @@ from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.descriptors import descriptor, matrix
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
-    accumulator_layout,
     after,
     fence_async_shared,
     gl,
@@ -36,33 +35,30 @@ from isobit.kernels.hopper.pipeline import (
     record,
     tma,
     tma_load,
-    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, ONE_OF_FOUR, rows_of
 from isobit.ops.delta_rule.kernels_hopper_io import ONE, put_number
+from isobit.ops.gated_delta_rule.kernels_hopper_gradients import (
+    ALONG,
+    HALVES,
+    OF_TILE,
+    ONE_BY_ONE,
+    WIDTH,
+    C,
+    down,
+    send,
+)
 from isobit.ops.gated_delta_rule.kernels_hopper_solve import chunk_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
 from isobit.ops.gated_delta_rule.model import CHUNK
-
-#: Rows of a chunk, and columns of every tile; tiles in a row of k and of v.
-C, HALVES = gl.constexpr(CHUNK), gl.constexpr(2)
-
-#: K and V that the kernel serves.
-WIDTH = CHUNK * HALVES.value
 
 #: T, two tiles of v and two of k take 40 KB.
 STAGES = gl.constexpr(5)
 
 #: Registers per thread at launch, of 12 warps, and those of the second warpgroup.
 AT_LAUNCH, CONSUMER_REGISTERS = 168, gl.constexpr(240)
-
-#: Layouts: of a product; of its rows and columns, and of those of a tile that is loaded in words of 16 bytes;
-#: of numbers of rows in a loading warp.
-OF_TILE = gl.constexpr(accumulator_layout(CHUNK))
-ALONG = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-ONE_BY_ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @record
@@ -163,12 +159,6 @@ def _load(items, ring, beta, g2, k_desc, v_desc, inverse_desc, HAS_G: gl.constex
 
 
 @gluon.jit
-def _down(x):
-    """Numbers of rows as a column."""
-    return gl.expand_dims(x, 1)
-
-
-@gluon.jit
 def _multiply(inverse, tile):
     """T times a tile; in flight."""
     zeros = gl.zeros((C, C), gl.float32, OF_TILE)
@@ -178,7 +168,7 @@ def _multiply(inverse, tile):
 @gluon.jit
 def _not_finite(x, y, left):
     """1 if an element of the first rows is an infinity or NaN, else 0."""
-    live = _down(gl.arange(0, C, gl.SliceLayout(1, OF_TILE)) < left)
+    live = down(gl.arange(0, C, gl.SliceLayout(1, OF_TILE)) < left)
     finite = (gl.abs(x) < float("inf")) & (gl.abs(y) < float("inf"))
     return gl.max(gl.max(gl.where(live & (finite == 0), 1, 0), 1), 0)
 
@@ -186,8 +176,8 @@ def _not_finite(x, y, left):
 @gluon.jit
 def _one_by_one(inverse, tile, place, row, left, column, width):
     """Store the rows of T times a tile from the last one to the first: so the tile loses a row at a time."""
-    i = _down(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))
-    of_row = _down(gl.arange(0, C, gl.SliceLayout(1, OF_TILE)))
+    i = down(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))
+    of_row = down(gl.arange(0, C, gl.SliceLayout(1, OF_TILE)))
     of_column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, OF_TILE)), 0)
     at = (row + of_row).to(gl.int64) * width + column + of_column
     for n in range(left):
@@ -196,18 +186,6 @@ def _one_by_one(inverse, tile, place, row, left, column, width):
         fence_async_shared()
         own = warpgroup_mma_wait(0, deps=(_multiply(inverse, tile),))
         gl.store(place + at, own.to(tile.dtype), mask=of_row == last)
-
-
-@gluon.jit
-def _send(desc, tile, place, row, left, column, width):
-    """Store a tile that is fenced: by TMA, or with a mask if it has fewer rows."""
-    if left >= C:
-        tma_store(desc, [row, column], tile)
-    else:
-        i = _down(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))
-        c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, BY_ROWS)), 0)
-        at = (row + i).to(gl.int64) * width + column + c
-        gl.store(gl.multiple_of(place + at, (1, 16)), tile.load(BY_ROWS), mask=i < left)
 
 
 @gluon.jit
@@ -222,8 +200,8 @@ def _consume(items, ring, place, desc, WHICH: gl.constexpr):
         inverse = ring.inverse.index(stage)
         one = ring.rows.index(2 * HALVES * stage + HALVES * WHICH)
         other = ring.rows.index(2 * HALVES * stage + HALVES * WHICH + 1)
-        factor = _down(ring.factors.index(2 * stage + WHICH).load(gl.SliceLayout(1, BY_ROWS)))
-        live = _down(i < left)  # other rows are of another sequence
+        factor = down(ring.factors.index(2 * stage + WHICH).load(gl.SliceLayout(1, BY_ROWS)))
+        live = down(i < left)  # other rows are of another sequence
         one.store(gl.where(live, factor * one.load(BY_ROWS).to(gl.float32), 0.0).to(one.dtype))
         other.store(gl.where(live, factor * other.load(BY_ROWS).to(gl.float32), 0.0).to(one.dtype))
         fence_async_shared()
@@ -238,8 +216,8 @@ def _consume(items, ring, place, desc, WHICH: gl.constexpr):
             one.store(x.to(one.dtype))
             other.store(y.to(one.dtype))
             fence_async_shared()
-            _send(desc, one, place, row, left, column, width)
-            _send(desc, other, place, row, left, column + C, width)
+            send(desc, one, place, row, left, column, width)
+            send(desc, other, place, row, left, column + C, width)
         if (left >= C) & (wrong == 0):
             tma.store_wait(2)  # the stores of the item before: this one has two
         else:

@@ -417,7 +417,7 @@ def _whole_sum(x, y, factor):
 
 
 @gluon.jit
-def _down(x):
+def down(x):
     """Numbers of rows as a column."""
     return gl.expand_dims(x, 1)
 
@@ -443,7 +443,7 @@ def _chain(left, right, zero, TURN_RIGHT: gl.constexpr, FIRST: gl.constexpr = 0)
 
 
 @gluon.jit
-def _send(desc, buffer, place, row, left, column, width):
+def send(desc, buffer, place, row, left, column, width):
     """Store what is in a buffer, and fenced: by TMA, or with a mask if it has fewer rows."""
     if left >= C:
         tma_store(desc, [row, column], buffer)
@@ -496,8 +496,8 @@ def _norm_gradients(dq, dk, r_q, r_k, tiles, rows, bars, met, WHICH: gl.constexp
         rows.sums.index(2).store(_row_sums(n_k * dk + of_k.load(OF_TILE)))
     fence_async_shared()  # TMA writes q, and products read dS and M
     met = bars.meet(met)
-    dq = (dq - n_q * _down(rows.sums.index(1).load(OF_ROWS))) * r_q
-    dk = (dk - n_k * _down(rows.sums.index(2).load(OF_ROWS))) * r_k
+    dq = (dq - n_q * down(rows.sums.index(1).load(OF_ROWS))) * r_q
+    dk = (dk - n_k * down(rows.sums.index(2).load(OF_ROWS))) * r_k
     return dq, dk, met
 
 
@@ -521,7 +521,7 @@ def _consume(
         dq, dk = zeros, zeros
         r_q, r_k = gl.zeros((C,), gl.float32, OF_ROWS), gl.zeros((C,), gl.float32, OF_ROWS)
         live = i < left
-        until = _down(gl.where(live, i, -1))  # one comparison tells whether a row lives and j <= i
+        until = down(gl.where(live, i, -1))  # one comparison tells whether a row lives and j <= i
         head = item % items.H
         for each in range(items.group):
             hv = head * items.group + each
@@ -556,14 +556,14 @@ def _consume(
                 tma.store_wait(0)  # dq and dk of the last item
                 mbarrier.arrive(bars.raw_free)
             column = (hv * HALVES + WHICH) * C
-            tiles.v.index(WHICH).store((dr * _down(beta)).to(DTYPE))
+            tiles.v.index(WHICH).store((dr * down(beta)).to(DTYPE))
             fence_async_shared()
-            _send(dv_desc, tiles.v.index(WHICH), dv_at, row, left, column, items.HV * (HALVES * C))
+            send(dv_desc, tiles.v.index(WHICH), dv_at, row, left, column, items.HV * (HALVES * C))
             # dS, or M. The other warpgroup is done with the last ones: it has this dr.
             mbarrier.wait(bars.pair, turn)
             if WHICH == 0:  # not earlier: a fence waits for products in flight, and the other one for dr
                 scores = _chain(tiles.do, tiles.new, zero, True)
-            decay = gl.exp2(_down(gate) - gl.expand_dims(rows.gate.index(stage).load(OF_COLUMNS), 0))
+            decay = gl.exp2(down(gate) - gl.expand_dims(rows.gate.index(stage).load(OF_COLUMNS), 0))
             if WHICH == 0:
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 scores = gl.where(j <= until, scores * decay, 0.0).to(DTYPE)
@@ -580,7 +580,7 @@ def _consume(
                 db = gl.zeros((C,), gl.float32, OF_ROWS) + rows.sums.index(0).load(OF_ROWS) + db
                 change, kk = warpgroup_mma_wait(0, deps=(change, kk))
                 n = gl.where(j < until, -change * decay, 0.0)
-                both = (n * _down(beta)).to(DTYPE)
+                both = (n * down(beta)).to(DTYPE)
                 tiles.scores.index(1).store(both)
                 fence_async_shared()
                 mbarrier.arrive(bars.has_m)
@@ -603,8 +603,8 @@ def _consume(
             start = gl.exp2(gate)
             from_state = start * _row_sums(keys * z)
             rows.out.index(2 * PARTS * stage + 1 + WHICH).store(-from_state)
-            x = x * _down(start)
-            z = -(z * _down(beta * start))
+            x = x * down(start)
+            z = -(z * down(beta * start))
             mbarrier.wait(bars.has_ds, turn)
             x = _begun(tiles.scores.index(zero), tiles.k.index(zero + WHICH), x, False, False, False)
             mbarrier.wait(bars.has_m, turn)
@@ -624,7 +624,7 @@ def _consume(
                 s = _begun(tiles.scores.index(zero), tiles.q.index(zero + WHICH), zeros, True, False, True)
             s = warpgroup_mma_wait(0, deps=(s,))
             end = gl.max(rows.end.index(stage).load(ONE_OF_FOUR), 0)
-            y = y * _down(gl.where(live, gl.exp2(end - gate), 0.0))
+            y = y * down(gl.where(live, gl.exp2(end - gate), 0.0))
             if rows.HAS_G:
                 last = _whole_sum(_row_sums(keys * y), of_states, gl.exp2(end))
                 rows.last.index(HALVES * stage + WHICH).store(
@@ -642,14 +642,14 @@ def _consume(
             turn = turn ^ 1
         if tiles.NORMED:
             mbarrier.wait(bars.raw, item_turn)
-            dq, dk, met = _norm_gradients(dq, dk, _down(r_q), _down(r_k), tiles, rows, bars, met, WHICH)
+            dq, dk, met = _norm_gradients(dq, dk, down(r_q), down(r_k), tiles, rows, bars, met, WHICH)
         mbarrier.arrive(bars.queries_free)
         column, width = (head * HALVES + WHICH) * C, items.H * (HALVES * C)
         tiles.raw_q.index(WHICH).store(dq.to(DTYPE))
         tiles.raw_k.index(WHICH).store(dk.to(DTYPE))
         fence_async_shared()
-        _send(dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
-        _send(dk_desc, tiles.raw_k.index(WHICH), dk_at, row, left, column, width)
+        send(dq_desc, tiles.raw_q.index(WHICH), dq_at, row, left, column, width)
+        send(dk_desc, tiles.raw_k.index(WHICH), dk_at, row, left, column, width)
         item_turn = item_turn ^ 1
         item, row, left = rows.place(stage, phase)
     tma.store_wait(0)

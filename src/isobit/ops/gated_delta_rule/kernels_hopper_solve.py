@@ -13,6 +13,10 @@ block of 16 rows to the next:
 So each element takes its terms in ascending order. A row of T that is read serves 16 rows, and an element
 of A, which all lanes read at the same time, two columns.
 
+Where rows of k are to be divided by their norm first, that is done here, in the tile that the product reads,
+and they are stored for the kernels after this one: a kernel of its own would read and write all of them once
+more.
+
 -A is stored transposed, [j, i], above the diagonal of a square; T takes the rest of it. [j, system, i]: a row
 j of all systems is a place that a loop can compute.
 """
@@ -37,15 +41,15 @@ from isobit.kernels.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.ops.delta_rule.kernels_hopper import rows_of
+from isobit.ops.delta_rule.kernels_hopper import BY_ROWS, rows_of
 from isobit.ops.gated_delta_rule.kernels_triton import tiles_of
-from isobit.ops.gated_delta_rule.model import CHUNK
+from isobit.ops.gated_delta_rule.model import CHUNK, EPS
 
 #: Systems of a program, one a warp; rows of a block; rows of T whose loads do not wait for each other.
 SYSTEMS, BLOCK, AT_ONCE = gl.constexpr(4), gl.constexpr(16), gl.constexpr(4)
 
-#: Rows of a chunk.
-C = gl.constexpr(CHUNK)
+#: Rows of a chunk, and what is added to the square of a norm.
+C, _EPS = gl.constexpr(CHUNK), gl.constexpr(float(EPS))
 
 #: [system, row, column]: whole columns in a lane; and tiles of 8 rows and 4 columns, which need two thirds of
 #: the loads for as many multiply-adds.
@@ -100,6 +104,28 @@ def _of_chunk(at, row, rows, hv, HV):
     """A number of each row of the chunk; 0 where there is no row."""
     i = gl.arange(0, C, ONE_EACH)
     return gl.load(at + (row + i).to(gl.int64) * HV + hv, mask=i < rows, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _normalize(keys, normal, row, rows, head, H):
+    """Rows of a tile divided by their norm, with the operations of `norm_kernel`: there, and in memory."""
+    K: gl.constexpr = keys.shape[1]
+    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+    x = keys.load(BY_ROWS).to(gl.float32)
+    total = x * x
+    for _ in gl.static_range(8):
+        if total.shape[1] > 2:
+            total = gl.sum(gl.reshape(total, (C, 2, total.shape[1] // 2)), 1)
+    size = gl.sqrt_rn(gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, BY_ROWS)) + _EPS)
+    inverse = gl.div_rn(gl.full_like(size, 1.0), size)
+    own = (x * gl.expand_dims(inverse, 1)).to(keys.dtype)
+    keys.store(own)
+    fence_async_shared()
+    c = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, BY_ROWS)), 0)
+    at = ((row + i).to(gl.int64) * H + head) * K
+    gl.store(
+        gl.multiple_of(normal + gl.expand_dims(at, 1) + c, (1, 16)), own, mask=gl.expand_dims(i < rows, 1)
+    )
 
 
 @gluon.jit
@@ -169,10 +195,11 @@ def _finish(squares, whole, inverses, place, there, HV, FIRST: gl.constexpr):
 
 @kernel
 def solve_kernel(
-    beta, g2, cu_seqlens, inverses, T, S, HV, group, count, k_desc, K: gl.constexpr, PACKED: gl.constexpr,
-    HAS_G: gl.constexpr, BUFFERS: gl.constexpr,
+    beta, g2, cu_seqlens, inverses, normal, T, S, HV, group, count, k_desc,
+    K: gl.constexpr, PACKED: gl.constexpr, HAS_G: gl.constexpr, NORMED: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """T, rounded, of four systems: chunks and value heads, of which there are `count`."""
+    """T, rounded, of four systems: chunks and value heads, of which there are `count`. NORMED: rows of k are
+    divided by their norm, and stored in `normal`."""
     number = gl.program_id(0) * SYSTEMS
     keys = gl.allocate_shared_memory(k_desc.dtype, [BUFFERS] + k_desc.block_type.shape, k_desc.layout)
     squares = gl.allocate_shared_memory(gl.float32, [C, SYSTEMS, C], FLAT)  # one by one
@@ -184,12 +211,12 @@ def solve_kernel(
     fence_async_shared()  # TMA signals these barriers, and must see them initialised
     of_system = gl.arange(0, SYSTEMS, gl.SliceLayout(1, gl.SliceLayout(2, OF_BLOCK)))
     place, there = of_system.to(gl.int64) * 0, of_system * 0
-    row, betas, gates = (), (), ()
+    row, rows, betas, gates = (), (), (), ()
     for s in gl.static_range(SYSTEMS):
         n = gl.minimum(number + s, count - 1)
         own_row, own_rows = chunk_of(n // HV, cu_seqlens, T, S, PACKED)
         own_rows = gl.where(number + s < count, own_rows, 0)
-        row = row + (own_row,)
+        row, rows = row + (own_row,), rows + (own_rows,)
         betas = betas + (_of_chunk(beta, own_row, own_rows, n % HV, HV),)
         if HAS_G:
             gates = gates + (_of_chunk(g2, own_row, own_rows, n % HV, HV),)
@@ -201,6 +228,10 @@ def solve_kernel(
             _load_keys(k_desc, keys, ready, s, own_row, n % HV // group, K, BUFFERS)
     for s in gl.static_range(SYSTEMS):
         mbarrier.wait(ready.index(s), 0)
+        if NORMED:
+            hv = gl.minimum(number + s, count - 1) % HV
+            few = gl.where(hv % group == 0, rows[s], 0)  # the first value head of a key head stores
+            _normalize(keys.index(s % BUFFERS), normal, row[s], few, hv // group, HV // group)
         own = _system(keys.index(s % BUFFERS), betas[s], gates[s], HAS_G)
         by_system.slice(s * C, C, 1).store(own)
         if s + BUFFERS < SYSTEMS:
@@ -221,9 +252,11 @@ def _load_keys(k_desc, keys, ready, s, row, head, K: gl.constexpr, BUFFERS: gl.c
 
 
 def solve(
-    k: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, launch: Launch = run
-) -> Tensor:
-    """T, rounded to the dtype of k: [B, T, HV, 64]. K is at most WIDEST."""
+    k: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, launch: Launch = run,
+    normal: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """T, rounded to the dtype of k: [B, T, HV, 64]. K is at most WIDEST. `normal`, if given, takes the rows
+    of k in chunks, divided by their norm, and T is that of these rows."""
     B, T, HV = beta.shape
     H, K = k.shape[2:]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -235,7 +268,8 @@ def solve(
     launch(
         solve_kernel, (-(-systems // SYSTEMS.value),),
         beta, *(unused(beta) if t is None else t for t in (g2, cu_seqlens)), inverses,
-        T, S, HV, HV // H, systems, descriptor(matrix(rows_of(k)), 64, K),
-        K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None, BUFFERS=BUFFERS, **options,
+        unused(inverses) if normal is None else normal, T, S, HV, HV // H, systems,
+        descriptor(matrix(rows_of(k)), 64, K), K=K, PACKED=cu_seqlens is not None, HAS_G=g2 is not None,
+        NORMED=normal is not None, BUFFERS=BUFFERS, **options,
     )  # fmt: skip
     return inverses

@@ -374,7 +374,7 @@ def output_kernel(
 
 #: Functions like `states`, `prepare` and `outputs`.
 States = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-Prepare = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+Prepare = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 Finish = Callable[..., tuple[Tensor, Tensor | None]]
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
@@ -416,9 +416,12 @@ def gates(g: Tensor, cu_seqlens: Tensor | None, launch: Launch = run) -> Tensor:
 
 def prepare(
     k: Tensor, v: Tensor, beta: Tensor, g2: Tensor | None, cu_seqlens: Tensor | None, inverses: bool = False,
-    launch: Launch = run,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`)."""
+    launch: Launch = run, normed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(k, u, w, T rounded to the dtype of k: [B, T, HV, 64], if `inverses`). `normed`: k is divided by its
+    norm."""
+    if normed:
+        k = l2norm(k, launch)
     B, T, HV, V = v.shape
     H, K = k.shape[2:]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -431,7 +434,7 @@ def prepare(
         k, v, beta, g2, cu_seqlens, systems, u, w, T_b, T, S, H, HV, K, V,
         BK=_rows_of(K), BN=COLUMNS, **_OPTIONS,
     )  # fmt: skip
-    return u, w, T_b
+    return k, u, w, T_b
 
 
 def folded(
@@ -513,14 +516,15 @@ def outputs(
 def gated_delta_rule(
     launch: Launch = run, begin: Prepare = prepare, finish: Finish = outputs, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final_state, inverse). `begin` computes u and w, `finish` states and o."""
+    """(o, final_state, inverse). `begin` normalizes k and computes u and w, `finish` states and o."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
-    if args["use_qk_l2norm_in_kernel"]:
-        q, k = l2norm(q, launch), l2norm(k, launch)
+    normed = args["use_qk_l2norm_in_kernel"]
+    if normed:
+        q = l2norm(q, launch)
     g2 = None if g is None else gates(g, bounds, launch)
-    u, w, inverse = begin(k, v, beta, g2, bounds, args["return_inverse"], launch)
+    k, u, w, inverse = begin(k, v, beta, g2, bounds, args["return_inverse"], launch, normed)
     o, final = finish(
         q, k, w, u, g2, initial, bounds, float(args["scale"]), args["state_v_first"],
         args["output_final_state"], launch,

@@ -224,7 +224,7 @@ def record_parts(launch: Any, dtype: torch.dtype) -> None:
     empty, K = _empty(BF16 if full else F16), 128 if full else 64
     gate, bounds = (empty(1, T, HV, dtype=F32), empty(4, dtype=torch.int32)) if full else (None, None)
     keys, values = empty(1, T, H, K), empty(1, T, HV, K)
-    kernels_hopper.solve(keys, empty(1, T, HV), gate, bounds, launch)
+    kernels_hopper.solve(keys, empty(1, T, HV), gate, bounds, launch, keys if full else None)
     state = empty(3, HV, K, K, dtype=F32) if full else None
     kernels_hopper.outputs(
         keys, keys, values, values, gate, state, bounds, 0.1, v_first=full, want_final=full, launch=launch
