@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attention_on_a_cpu import slowed
+from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.numerics import cpu_steps
 from isobit.ops.delta_rule import kernels_hopper as backwards
@@ -19,6 +20,7 @@ from isobit.ops.delta_rule.kernels_hopper import Buffers
 from isobit.ops.gated_delta_rule import (
     kernels_hopper,
     kernels_hopper_outputs,
+    kernels_hopper_solve,
     kernels_hopper_states,
     model,
 )
@@ -37,7 +39,7 @@ def launch_on(programs: int) -> Any:
     device = Walked(programs, Steps)
     scope = device.scope(
         hopper_pipe, kernels_hopper_io, backwards, kernels_hopper_states,
-        kernels_hopper_outputs, tma_store=device.store_box,
+        kernels_hopper_solve, kernels_hopper_outputs, tma_store=device.store_box,
         tma=SimpleNamespace(store_wait=device.store_wait), reinterpreted=Room.reinterpret,
     )  # fmt: skip
 
@@ -175,7 +177,7 @@ def outputs_of_the_class(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
     o, ends = torch.zeros_like(u), []
     with np.errstate(invalid="ignore", over="ignore"):
         for n, (first, end) in enumerate(pairwise(bounds)):
-            S = np.zeros((1, args["k"].shape[-1], u.shape[-1]), np.float32)
+            S = np.zeros((u.shape[2], args["k"].shape[-1], u.shape[-1]), np.float32)
             if args["initial"] is not None:
                 given = args["initial"][n]
                 S = (given.mT if args["v_first"] else given).numpy()
@@ -203,14 +205,88 @@ def test_outputs_have_the_bits_of_the_class(K: int, mode: str, v_first: bool) ->
         assert (found is None and right is None) or torch.equal(found, right)
 
 
+def divided(q: torch.Tensor) -> torch.Tensor:
+    """Rows divided by their norm, by the model."""
+    return torch.from_numpy(model.l2norm(q.float().numpy(), q.dtype)).to(q.dtype)
+
+
+def in_groups(dtype: torch.dtype, K: int, mode: str, v_first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments with two value heads for each of two rows of q and k, and rows of q of many lengths, one of
+    them 0; and those of the class for the same outputs, each value head with its own q, divided, and k."""
+    gen, T, S, V = torch.Generator().manual_seed(K), sum(LENGTHS), len(LENGTHS), 64
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return 0.2 * torch.randn(*shape, generator=gen)
+
+    state = drawn(S, 4, V, K) if v_first else drawn(S, 4, K, V)
+    args: dict[str, Any] = {
+        "q": (drawn(1, T, 2, K) * torch.exp2(drawn(1, T, 2, 1) * 20)).to(dtype),
+        "k": drawn(1, T, 2, K).to(dtype), "w": drawn(1, T, 4, K).to(dtype), "u": drawn(1, T, 4, V).to(dtype),
+        "g2": -drawn(1, T, 4).abs() if "g" in mode else None, "initial": state if "t" in mode else None,
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).int(), "scale": 0.3, "v_first": v_first,
+        "want_final": "h" in mode,
+    }  # fmt: skip
+    args["q"][0, 5] = 0.0
+    alone = {"q": divided(args["q"]), "k": args["k"]}
+    return args, args | {n: x.repeat_interleave(2, 2) for n, x in alone.items()}
+
+
+@pytest.mark.parametrize(("mode", "v_first"), [("", False), ("ght", True)])
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_divide_rows_of_q_by_their_norm(dtype: torch.dtype, K: int, mode: str, v_first: bool) -> None:
+    args, alone = in_groups(dtype, K, mode, v_first)
+    before = args["q"].clone()
+    right = outputs_of_the_class(alone)
+    for found, expected in zip(outputs_on_a_cpu(args | {"normed": True}), right, strict=True):
+        assert (found is None and expected is None) or torch.equal(found, expected)
+    assert torch.equal(args["q"], before)
+    given = args | {"q": divided(args["q"])}  # without `normed` they are taken as they are
+    assert torch.equal(outputs_on_a_cpu(given)[0], right[0]) and not torch.equal(divided(before), before)
+
+
+def test_rows_of_q_of_sequences_that_are_not_packed_are_divided_by_their_norm() -> None:
+    """Their last tiles have rows of the next sequence, or of none."""
+    args = made_with_q("g", False)
+    rows = {n: args[n][:, :140] for n in ("q", "k", "w", "u", "g2")}
+    packed = args | rows | {"q": divided(rows["q"]), "cu_seqlens": torch.tensor([0, 70, 140])}
+    right, _ = outputs_of_the_class(packed)
+    batch = {n: x.reshape(2, 70, *x.shape[2:]) for n, x in rows.items()}
+    found, _ = outputs_on_a_cpu(args | batch | {"cu_seqlens": None, "normed": True})
+    assert torch.equal(found.flatten(0, 1), right[0])
+
+
+@pytest.mark.parametrize(("K", "heads", "expected"), [(128, 64, []), (128, 2, ["q"]), (256, 64, ["k", "q"])])
+def test_a_kernel_divides_rows_only_where_no_other_one_can(
+    K: int, heads: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: 132)
+
+    def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    q, k = (on_meta(1, 128, heads, K) for _ in range(2))
+    recorder = Recorder()
+    kernels_hopper.gated_delta_rule(
+        recorder, q=q, k=k, v=on_meta(1, 128, heads, 128), g=None, scale=0.1, initial_state=None,
+        beta=on_meta(1, 128, heads, dtype=torch.float32), cu_seqlens=None, state_v_first=False,
+        use_qk_l2norm_in_kernel=True, output_final_state=False, return_inverse=False,
+    )  # fmt: skip
+    taken = [values[0] for kernel, values, _ in recorder.launches if kernel.__name__ == "norm_kernel"]
+    assert ["q" if x is q else "k" for x in taken] == expected
+
+
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("who", range(6))
-def test_whoever_is_slow_outputs_are_the_same(who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_is_slow_outputs_are_the_same(
+    who: int, normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One program: consumers of chunks, of keys and of states, producer, the warp of initial and final
     states, producer of gates."""
     args = made_with_q("ght", False)
-    right = outputs_of_the_class(args)
+    right = outputs_of_the_class(args | {"q": divided(args["q"])} if normed else args)
     slowed(monkeypatch, who, (Walked, "store_wait"))
-    for found, expected in zip(outputs_on_a_cpu(args, 1), right, strict=True):
+    for found, expected in zip(outputs_on_a_cpu(args | {"normed": normed}, 1), right, strict=True):
         assert torch.equal(found, expected)
 
 

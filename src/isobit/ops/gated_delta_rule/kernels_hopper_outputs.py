@@ -9,8 +9,11 @@ buffers from which they are stored there. Here nothing stores them. Two more war
 while the first one continues with the state. So neither states nor new values go through memory, and k is
 read once for both. Measured on an H200 (K = V = 128, 2026-11), a chunk takes 1.6 us. The bandwidth of shared
 memory explains 1.0 of them: tensor cores, TMA and threads move 220 KB. With one warpgroup for P and o it was
-1.8; with the rows of q divided by their norm in shared memory, by the warpgroup of P, 2.4: the four warps
-wait for everything that they do. For k, next to T, that took as long as a kernel of its own.
+1.8.
+
+Where rows of q are to be divided by their norm first, the warpgroup of P does it, in the ring, ahead of the
+others. An earlier version of that made a chunk take 2.4 us; this one, in which threads exchange few numbers
+(`TWO_A_ROW`), has not been timed.
 
 A result goes through a buffer of its own and TMA. That of a sequence's last chunk, which may have fewer than
 64 tokens, is stored from registers with a mask.
@@ -62,10 +65,16 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
     load_gates,
     store_rows,
 )
+from isobit.ops.gated_delta_rule.kernels_hopper_solve import divided
 from isobit.ops.gated_delta_rule.kernels_hopper_states import consume_forward
 
 #: The most stages of the ring, by K. A stage has k, w and q, u, and gates.
 MOST_STAGES = {64: 4, 128: 3}
+
+#: Two lanes for a row of q, which take 8 columns in turn. To add up squares a thread shuffles 8 numbers, and
+#: computes one norm: with 8 lanes for a row, as in `BY_ROWS`, it would be 96 and 4. Eight lanes that load at
+#: the same time have 8 rows, so no two of them the same banks.
+TWO_A_ROW = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [0, 1]))
 
 #: Buffers for P.
 BUFFERS = gl.constexpr(2)
@@ -127,9 +136,10 @@ def _store_output(o, o_desc, staging, place, items, item, row, left):
 
 
 @gluon.jit
-def _consume_keys(items, ring, scores):
+def _consume_keys(items, ring, scores, NORMED: gl.constexpr):
     """The consumer of q and k: P of every chunk. Rows of q and k that belong to another sequence change only
-    rows of P that are not stored, and columns that are set to zero."""
+    rows of P that are not stored, and columns that are set to zero. NORMED: it divides rows of q by their
+    norm first, in the ring, also for the consumer of states, which waits for P."""
     DTYPE: gl.constexpr = ring.k_desc.dtype
     i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, OF_CHUNK)), 1)
     j = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, OF_CHUNK)), 0)
@@ -142,6 +152,9 @@ def _consume_keys(items, ring, scores):
             q, k = ring.q.index(stage), ring.k.index(stage)
             mbarrier.wait(ring.ready.index(2 * stage + KVW), phase)
             mbarrier.wait(ring.ready.index(2 * stage + QDO), phase)
+            if NORMED:
+                q.store(divided(q, TWO_A_ROW))
+                fence_async_shared()
             P = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             P = warpgroup_mma_wait(0, deps=(P,))
             mbarrier.arrive(ring.empty.index(2 * stage + KVW))
@@ -207,6 +220,7 @@ def outputs_kernel(
     q_desc, k_desc, w_desc, u_desc, state_desc, o_desc, initial_desc, final_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, V_FIRST: gl.constexpr,
+    NORMED: gl.constexpr,
 ):  # fmt: skip
     items = Items(cu_seqlens, g, T, S, HV, group, V, T, PACKED, False, True)
     ring = Ring.create(q_desc, k_desc, w_desc, u_desc, u_desc, K, STAGES, HAS_G, False, True, True)
@@ -218,7 +232,7 @@ def outputs_kernel(
     if HAS_G:
         gl.warp_specialize(
             [(consume_forward, (items, ring, out, OF_STATE)),
-             (_consume_keys, (items, ring, scores)),
+             (_consume_keys, (items, ring, scores, NORMED)),
              (_consume_states, (items, ring, out, scores, o_desc, staging, o, scale)),
              (load_chunks, (items, ring)), (store_rows, (items, out, K, False)),
              (load_gates, (items, ring, g, g, 1.0, 1.0))],
@@ -228,7 +242,7 @@ def outputs_kernel(
     else:
         gl.warp_specialize(
             [(consume_forward, (items, ring, out, OF_STATE)),
-             (_consume_keys, (items, ring, scores)),
+             (_consume_keys, (items, ring, scores, NORMED)),
              (_consume_states, (items, ring, out, scores, o_desc, staging, o, scale)),
              (load_chunks, (items, ring)), (store_rows, (items, out, K, False))],
             [4, 4, 1, 1], [P_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -248,9 +262,10 @@ def stages_of(K: int, ends: int, has_g: bool) -> int:
 def outputs(
     q: Tensor, k: Tensor, w: Tensor, u: Tensor, g2: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, v_first: bool, want_final: bool,
-    launch: Launch = run, sms: int = 0,
+    launch: Launch = run, normed: bool = False, sms: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(o, final), for K in MOST_STAGES. `sms`: the SMs to make a schedule for; 0: those of the device."""
+    """(o, final), for K in MOST_STAGES. `normed`: q is divided by its norm. `sms`: the SMs to make a schedule
+    for; 0: those of the device."""
     B, T, HV, V = u.shape
     H, K = k.shape[2:]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -277,6 +292,6 @@ def outputs(
         descriptor(matrix(rows_of(u)), 64, 64), of_states, descriptor(rows, 64, 64), *ends,
         K=K, STAGES=stages_of(K, there, g2 is not None), OF_STATE=accumulator_layout(K),
         PACKED=cu_seqlens is not None, HAS_G=g2 is not None, HAS_INITIAL=initial is not None,
-        HAS_FINAL=final is not None, V_FIRST=v_first, **options,
+        HAS_FINAL=final is not None, V_FIRST=v_first, NORMED=normed, **options,
     )  # fmt: skip
     return o, final

@@ -107,18 +107,24 @@ def _of_chunk(at, row, rows, hv, HV):
 
 
 @gluon.jit
-def _normalize(keys, normal, row, rows, head, H):
-    """Rows of a tile divided by their norm, with the operations of `norm_kernel`: there, and in memory."""
-    K: gl.constexpr = keys.shape[1]
-    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-    x = keys.load(BY_ROWS).to(gl.float32)
+def divided(tile, LAYOUT: gl.constexpr):
+    """Rows of a tile divided by their norm, with the operations of `norm_kernel`."""
+    x = tile.load(LAYOUT).to(gl.float32)
     total = x * x
     for _ in gl.static_range(8):
         if total.shape[1] > 2:
             total = gl.sum(gl.reshape(total, (C, 2, total.shape[1] // 2)), 1)
-    size = gl.sqrt_rn(gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, BY_ROWS)) + _EPS)
+    size = gl.sqrt_rn(gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LAYOUT)) + _EPS)
     inverse = gl.div_rn(gl.full_like(size, 1.0), size)
-    own = (x * gl.expand_dims(inverse, 1)).to(keys.dtype)
+    return (x * gl.expand_dims(inverse, 1)).to(tile.dtype)
+
+
+@gluon.jit
+def _normalize(keys, normal, row, rows, head, H):
+    """Rows of a tile divided by their norm: there, and in memory."""
+    K: gl.constexpr = keys.shape[1]
+    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+    own = divided(keys, BY_ROWS)
     keys.store(own)
     fence_async_shared()
     c = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, BY_ROWS)), 0)

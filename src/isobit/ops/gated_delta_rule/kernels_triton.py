@@ -493,9 +493,11 @@ def fwd_h(
 def outputs(
     q: Tensor, k: Tensor, w: Tensor, u: Tensor, g2: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, v_first: bool, want_final: bool, launch: Launch = run,
-    carry: States = states,
+    normed: bool = False, carry: States = states,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(o, final). `carry` computes the states."""
+    """(o, final). `normed`: q is divided by its norm. `carry` computes the states."""
+    if normed:
+        q = l2norm(q, launch)
     B, T, HV, V = u.shape
     H, K = k.shape[2:]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -516,17 +518,16 @@ def outputs(
 def gated_delta_rule(
     launch: Launch = run, begin: Prepare = prepare, finish: Finish = outputs, **args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final_state, inverse). `begin` normalizes k and computes u and w, `finish` states and o."""
+    """(o, final_state, inverse). `begin` normalizes k and computes u and w, `finish` normalizes q and
+    computes states and o."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
     normed = args["use_qk_l2norm_in_kernel"]
-    if normed:
-        q = l2norm(q, launch)
     g2 = None if g is None else gates(g, bounds, launch)
     k, u, w, inverse = begin(k, v, beta, g2, bounds, args["return_inverse"], launch, normed)
     o, final = finish(
         q, k, w, u, g2, initial, bounds, float(args["scale"]), args["state_v_first"],
-        args["output_final_state"], launch,
+        args["output_final_state"], launch, normed,
     )  # fmt: skip
     return o, final, inverse

@@ -227,8 +227,9 @@ def record_parts(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper.solve(keys, empty(1, T, HV), gate, bounds, launch, keys if full else None)
     state = empty(3, HV, K, K, dtype=F32) if full else None
     kernels_hopper.outputs(
-        keys, keys, values, values, gate, state, bounds, 0.1, v_first=full, want_final=full, launch=launch
-    )
+        keys, keys, values, values, gate, state, bounds, 0.1, v_first=full, want_final=full, launch=launch,
+        normed=full,
+    )  # fmt: skip
     keys, values = empty(1, T, H if full else HV, 128), empty(1, T, HV, 128)
     kernels_hopper.fold(keys, values, empty(1, T, HV), gate, bounds, empty(1, T, HV, CHUNK), launch, 132)
     if full:  # states and their gradients at the same time, as in the backward
