@@ -94,7 +94,8 @@ class Tile:
     def registers(self) -> tuple[int, int]:
         """(registers per thread at launch, those of a consumer once the producer has released its own).
 
-        A block has 64K registers. With one consumer half of them are enough, unless it has many sums.
+        An SM has 64K registers. With one consumer half of them are enough, unless it has many sums. If an SM
+        has two programs, each has half of them: warps of two consumers and a producer 80 each.
         """
         if self.per_sm == 2:
             return {1: (128, 0), 2: (80, 104)}[self.consumers]
