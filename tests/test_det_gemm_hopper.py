@@ -100,6 +100,8 @@ TILES = {
     "192 x 32 swapped": fitted(3, 32, True, 4),
     "64 x 128 in halves": fitted(1, 128, False, 4, halved=True),
     "128 x 32 swapped in halves": fitted(2, 32, True, 4, halved=True),
+    "64 x 112": fitted(1, 112, False, 4),
+    "128 x 56 swapped": fitted(2, 56, True, 4),
     "64 x 16 swapped, two on an SM": fitted(1, 16, True, 4, per_sm=2),
 }
 

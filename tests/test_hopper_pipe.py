@@ -140,10 +140,11 @@ def run(
     rest: int,
     swapped: bool,
     short: tuple[int, int],
+    last: int,
 ) -> Any:
     """What one program computes for a matrix of tiles of 128 columns, by their corner: sums in segments from
-    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator. The
-    output is `short` rows and columns smaller than its tiles."""
+    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator, and
+    the `last` ones after them a third. The output is `short` rows and columns smaller than its tiles."""
     out: dict[tuple[int, int], Terms] = {}
     programs = 2
     scope = kernel_language(out, programs)
@@ -153,10 +154,11 @@ def run(
     pipe = methods(
         hopper_pipe.Pipe, scope,
         "items", "item", "issue", "before", "begin_chain", "finish_chain", "begin_both", "finish_both",
-        "multiply", "multiply_both",
+        "multiply", "multiply_parts",
         "row", "column", "rows", "load",
         a_desc=a, b_desc=b, a_ring=ring(stages * consumers, Buffer), b_ring=ring(stages, Buffer),
         rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,
+        last_desc=b, last_ring=ring(stages, Buffer), LAST=last,
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
         spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, CONSUMERS=consumers,
         COLUMNS=128, STEP=64, STAGES=stages, GROUP=8, BY_COLUMNS=swapped, OVERLAP=rest > 0,
@@ -169,7 +171,7 @@ def run(
             staging=ring(consumers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
             SWAPPED=swapped,
         )
-        for offset in (0, 128 - rest)
+        for offset in (0, 128 - rest - last, 128 - last)
     ]  # fmt: skip
     begin = methods(
         hopper_product.Start, scope, "release_buffer", "load", "wait_for",
@@ -206,15 +208,16 @@ def run(
 
 
 def every_tile(
-    steps: int, consumers: int, rest: int, swapped: bool = False, short: tuple[int, int] = (0, 0)
-) -> None:
+    steps: int, consumers: int, rest: int, swapped: bool = False, short: tuple[int, int] = (0, 0),
+    last: int = 0,
+) -> None:  # fmt: skip
     """Run, and compare with what should come out."""
     tiles = (3, 4)
     M, N = tiles[0] * 64 * consumers - short[0], tiles[1] * 128 - short[1]
     result: dict[tuple[int, int], Terms] = {}
     for program in (0, 1):
-        result |= run(tiles, steps, consumers, 5, program, rest, swapped, short)
-    parts = [0, 128 - rest] if rest else [0]
+        result |= run(tiles, steps, consumers, 5, program, rest, swapped, short, last)
+    parts = [0, *([128 - rest - last] if rest else []), *([128 - last] if last else [])]
     columns = [min(n * 128, N - 128) + offset for n in range(tiles[1]) for offset in parts]
     rows = [min(64 * part, M - 64) for part in range(tiles[0] * consumers)]
     assert result == {
@@ -239,8 +242,11 @@ def test_sums_without_terms_are_stored_too(consumers: int) -> None:
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("consumers", [1, 3])
 @pytest.mark.parametrize("steps", [1, 5, 6, 9])
-def test_a_product_has_its_columns_in_two_accumulators(steps: int, consumers: int, swapped: bool) -> None:
-    every_tile(steps, consumers, 32, swapped)
+@pytest.mark.parametrize("last", [0, 16])
+def test_a_product_has_its_columns_in_two_or_three_accumulators(
+    steps: int, consumers: int, swapped: bool, last: int
+) -> None:
+    every_tile(steps, consumers, 32, swapped, last=last)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -266,7 +272,7 @@ def test_loading_into_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyP
 
 
 def test_refilling_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two accumulators one store may be under way, and not both."""
+    """Of two accumulators one store may be under way, and not both; of three, two."""
 
     def put_tile(tile, desc, staging, row, column, WHICH, SWAPPED, OTHERS):  # type: ignore[no-untyped-def]
         tma.store_wait(OTHERS + 1)  # type: ignore[name-defined]  # noqa: F821
@@ -274,5 +280,6 @@ def test_refilling_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatc
         tma_store(desc, [row, column], staging.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
 
     monkeypatch.setattr(hopper_pipe, "put_tile", SimpleNamespace(fn=put_tile))
-    with pytest.raises(AssertionError):
-        every_tile(8, 1, 32)
+    for last in (0, 16):
+        with pytest.raises(AssertionError):
+            every_tile(8, 1, 32, last=last)

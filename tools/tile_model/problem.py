@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from types import ModuleType
 from typing import Any
 
@@ -78,14 +79,14 @@ def _name(tile: Tile) -> str:
 
 
 def _every_tile() -> Iterator[Tile]:
-    """Tiles of one accumulator per consumer, or two, that fit an SM; those in halves that have a stage more
+    """Tiles of one to three accumulators per consumer that fit an SM; those in halves that have a stage more
     so; and those of which two fit one. Accumulators of 8 columns only if they are swapped: where k is not
     contiguous in a weight, they cannot be swizzled."""
     for swapped, least in ((True, 8), (False, 16)):
         sizes = [least << i for i in range(6) if least << i <= 256]
-        pairs = {a + b for a in sizes for b in sizes if a != b and a + b <= 256}
+        sums = {sum(some) for n in (2, 3) for some in combinations(sizes, n) if sum(some) <= 256}
         for consumers in (1, 2, 3):
-            for columns in sorted({*sizes, *pairs}):
+            for columns in sorted({*sizes, *sums}):
                 tile = fitted(consumers, columns, swapped, ITEMSIZE)
                 made = [tile]
                 if columns in (128, 256):

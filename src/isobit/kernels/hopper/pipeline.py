@@ -178,7 +178,8 @@ class Pipe:
     SPANS is 0 or larger than the number of tiles.
 
     The number of columns of a tensor must be a power of two. So a tile may consist of two tensors, 160
-    columns as 128 and 32: the last REST columns have a descriptor, a ring and an accumulator of their own.
+    columns as 128 and 32, or of three: the REST columns after the first ones have a descriptor, a ring and an
+    accumulator of their own, and so have the LAST ones.
 
     Programs that start one after the other take tiles that read the same columns of b; BY_COLUMNS: the same
     rows of a.
@@ -196,9 +197,11 @@ class Pipe:
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
     rest_desc: tma.tensor_descriptor
+    last_desc: tma.tensor_descriptor
     a_ring: gl.shared_memory_descriptor
     b_ring: gl.shared_memory_descriptor
     rest_ring: gl.shared_memory_descriptor
+    last_ring: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     M: gl.tensor
@@ -218,6 +221,7 @@ class Pipe:
     STAGES: gl.constexpr
     GROUP: gl.constexpr
     REST: gl.constexpr
+    LAST: gl.constexpr
     BY_COLUMNS: gl.constexpr
     OVERLAP: gl.constexpr
     BY_LEAF: gl.constexpr
@@ -229,9 +233,9 @@ class Pipe:
         A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
         STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, rest_desc=None, REST: gl.constexpr = 0,
         BY_COLUMNS: gl.constexpr = False, OVERLAP: gl.constexpr = False, BY_LEAF: gl.constexpr = False,
-        shards=0, shard_columns=0, SHARDED: gl.constexpr = False,
+        shards=0, shard_columns=0, SHARDED: gl.constexpr = False, last_desc=None, LAST: gl.constexpr = 0,
     ):  # fmt: skip
-        """The ring of an M x N output, all stages empty. COLUMNS include the REST."""
+        """The ring of an M x N output, all stages empty. COLUMNS include the REST and the LAST."""
         a_ring = _ring(a_desc, STAGES * CONSUMERS, BY_LEAF)
         b_ring = _ring(b_desc, STAGES, BY_LEAF)
         rest_ring = b_ring  # unused without REST
@@ -239,6 +243,11 @@ class Pipe:
             rest_ring = _ring(rest_desc, STAGES, BY_LEAF)
         else:
             rest_desc = b_desc
+        last_ring = b_ring
+        if LAST:
+            last_ring = _ring(last_desc, STAGES, BY_LEAF)
+        else:
+            last_desc = b_desc
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for s in gl.static_range(STAGES):
@@ -257,9 +266,9 @@ class Pipe:
         else:
             shard_columns = tiles_n
         return Pipe(
-            a_desc, b_desc, rest_desc, a_ring, b_ring, rest_ring, ready, empty,
+            a_desc, b_desc, rest_desc, last_desc, a_ring, b_ring, rest_ring, last_ring, ready, empty,
             M, N, gl.cdiv(M, CONSUMERS * ROWS), tiles_n, spans, steps, shard_columns, shard_tiles,
-            SPANS, A_BY_K, B_BY_K, CONSUMERS, COLUMNS, STEP, STAGES, GROUP, REST,
+            SPANS, A_BY_K, B_BY_K, CONSUMERS, COLUMNS, STEP, STAGES, GROUP, REST, LAST,
             BY_COLUMNS, OVERLAP, BY_LEAF, SHARDED,
         )  # fmt: skip
 
@@ -298,11 +307,14 @@ class Pipe:
         return gl.where(stage == 0, self.STAGES - 1, stage - 1)
 
     @gluon.jit
-    def issue(self, acc, use_acc, stage, phase, WHICH: gl.constexpr, REST: gl.constexpr = False):
-        """Issue the products of one stage once it has arrived; those of the REST columns if REST."""
+    def issue(self, acc, use_acc, stage, phase, WHICH: gl.constexpr, PART: gl.constexpr = 0):
+        """Issue the products of one stage once it has arrived: those of its first columns, of the REST
+        (PART 1) or of the LAST (2)."""
         a = self.a_ring.index(stage * self.CONSUMERS + WHICH)
-        if REST:
+        if PART == 1:
             b = self.rest_ring.index(stage)
+        elif PART == 2:
+            b = self.last_ring.index(stage)
         else:
             b = self.b_ring.index(stage)
             mbarrier.wait(self.ready.index(stage), phase)
@@ -315,7 +327,7 @@ class Pipe:
     @gluon.jit
     def multiply(self, acc, steps, stage, phase, WHICH: gl.constexpr):
         """One chain from zero over the next `steps` (at least 1) stages, in the registers of `acc`."""
-        acc, _, stage, phase = self.multiply_both(acc, acc, steps, stage, phase, WHICH)
+        acc, _, _, stage, phase = self.multiply_parts(acc, acc, acc, steps, stage, phase, WHICH)
         return acc, stage, phase
 
     @gluon.jit
@@ -337,7 +349,7 @@ class Pipe:
         `rest`."""
         acc = self.issue(acc, False, stage, phase, WHICH)
         if self.REST:
-            rest = self.issue(rest, False, stage, phase, WHICH, True)
+            rest = self.issue(rest, False, stage, phase, WHICH, 1)
             acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
         else:
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -350,7 +362,7 @@ class Pipe:
         for _ in range(steps):
             acc = self.issue(acc, True, stage, phase, WHICH)
             if self.REST:
-                rest = self.issue(rest, True, stage, phase, WHICH, True)
+                rest = self.issue(rest, True, stage, phase, WHICH, 1)
                 acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -364,16 +376,21 @@ class Pipe:
         return acc, rest, stage, phase
 
     @gluon.jit
-    def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
-        """The same for all columns of a tile, with the REST columns, if any, in the registers of `rest`.
+    def multiply_parts(self, acc, rest, last, steps, stage, phase, WHICH: gl.constexpr):
+        """The same for all columns of a tile, with the REST columns, if any, in the registers of `rest`, and
+        the LAST ones in those of `last`.
 
         The `wgmma` groups of one stage stay in flight while the next are issued. A stage is released when the
         groups after it have been issued and its own are complete.
         """
         for step in range(steps):
             acc = self.issue(acc, step > 0, stage, phase, WHICH)
-            if self.REST:
-                rest = self.issue(rest, step > 0, stage, phase, WHICH, True)
+            if self.LAST:
+                rest = self.issue(rest, step > 0, stage, phase, WHICH, 1)
+                last = self.issue(last, step > 0, stage, phase, WHICH, 2)
+                acc, rest, last = warpgroup_mma_wait(3, deps=(acc, rest, last))
+            elif self.REST:
+                rest = self.issue(rest, step > 0, stage, phase, WHICH, 1)
                 acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -381,12 +398,14 @@ class Pipe:
             # another loop variable as loop-invariant.
             mbarrier.arrive(self.empty.index(self.before(stage)), pred=step > 0)
             stage, phase = after(stage, phase, self.STAGES)
-        if self.REST:
+        if self.LAST:
+            acc, rest, last = warpgroup_mma_wait(0, deps=(acc, rest, last))
+        elif self.REST:
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(self.empty.index(self.before(stage)))
-        return acc, rest, stage, phase
+        return acc, rest, last, stage, phase
 
     @gluon.jit
     def row(self, part):
@@ -437,6 +456,7 @@ class Pipe:
             self.CONSUMERS * self.a_desc.block_type.nbytes
             + self.b_desc.block_type.nbytes
             + self.rest_desc.block_type.nbytes * (self.REST > 0)
+            + self.last_desc.block_type.nbytes * (self.LAST > 0)
         )
         mbarrier.expect(bar, bytes_per_stage)
         for w in gl.static_range(self.CONSUMERS):
@@ -444,9 +464,13 @@ class Pipe:
             load_operand(self.a_desc, leaf, rows[w], k, bar, a, self.A_BY_K, self.BY_LEAF)
         load_operand(self.b_desc, leaf, column, k, bar, self.b_ring.index(stage), self.B_BY_K, self.BY_LEAF)
         if self.REST:
-            column += self.COLUMNS - self.REST
+            column += self.COLUMNS - self.REST - self.LAST
             rest = self.rest_ring.index(stage)
             load_operand(self.rest_desc, leaf, column, k, bar, rest, self.B_BY_K, self.BY_LEAF)
+        if self.LAST:
+            column += self.REST
+            last = self.last_ring.index(stage)
+            load_operand(self.last_desc, leaf, column, k, bar, last, self.B_BY_K, self.BY_LEAF)
         return after(stage, phase, self.STAGES)
 
 

@@ -137,7 +137,7 @@ class Output:
         if self.STAGED:
             row = pipe.row(m * pipe.CONSUMERS + WHICH)
             column = pipe.column(n) + self.OFFSET
-            others: gl.constexpr = 1 if pipe.REST and 2 * pipe.REST != pipe.COLUMNS else 0
+            others: gl.constexpr = 2 if pipe.LAST else 1 if pipe.REST and 2 * pipe.REST != pipe.COLUMNS else 0
             put_tile(acc, self.desc, self.staging, row, column, WHICH, self.SWAPPED, others)
         else:
             i, j = self.place(pipe, m, n, WHICH)
@@ -150,9 +150,9 @@ def outputs(
     pipe, out, ld, M, N, bias, desc, rest_desc, LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
     SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    """One for each accumulator of a tile: its first columns, and the REST of them; twice the same if there
-    is no REST."""
-    WIDE: gl.constexpr = pipe.COLUMNS - pipe.REST
+    """One for each of the first two accumulators of a tile: its first columns, and the REST of them; twice
+    the same if there is no REST."""
+    WIDE: gl.constexpr = pipe.COLUMNS - pipe.REST - pipe.LAST
     output = Output.create(
         pipe, out, ld, M, N, bias, desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
         HAS_EXTRA=HAS_BIAS, STAGED=STAGED,

@@ -60,7 +60,7 @@ OUTSIDE_CYCLES = 2.83
 @dataclass(frozen=True)
 class Tile:
     """A program computes consumers * 64 rows by `columns` of output, with `step` of k per stage. `columns` is
-    a power of two, or the sum of two.
+    the sum of one to three powers of two.
 
     `group`: this many tiles in the direction of M are visited before the next ones in that of N."""
 
@@ -79,16 +79,21 @@ class Tile:
         return 64 * self.consumers
 
     @cached_property
-    def rest(self) -> int:
-        """The last columns, which have an accumulator of their own; 0 if all have one."""
-        if self.halved:
-            return self.columns // 2
-        return self.columns - (1 << self.columns.bit_length() - 1)
-
-    @cached_property
     def parts(self) -> tuple[int, ...]:
         """Columns of each accumulator."""
-        return (self.columns - self.rest, self.rest) if self.rest else (self.columns,)
+        if self.halved:
+            return (self.columns // 2,) * 2
+        return tuple(1 << i for i in reversed(range(self.columns.bit_length())) if self.columns >> i & 1)
+
+    @cached_property
+    def rest(self) -> int:
+        """Columns of the second accumulator, or 0."""
+        return self.parts[1] if len(self.parts) > 1 else 0
+
+    @cached_property
+    def last(self) -> int:
+        """Columns of the third accumulator, or 0."""
+        return self.parts[2] if len(self.parts) > 2 else 0
 
     @property
     def registers(self) -> tuple[int, int]:

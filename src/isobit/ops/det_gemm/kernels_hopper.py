@@ -32,7 +32,7 @@ from isobit.kernels.hopper.pipeline import (
     load_tiles,
     tma,
 )
-from isobit.kernels.hopper.product import outputs, pack, sum_into
+from isobit.kernels.hopper.product import Output, outputs, pack, sum_into
 from isobit.kernels.hopper.tiles import Tile, fitted, microseconds, tiles_of
 from isobit.kernels.host.token_stream import Stream
 from isobit.kernels.triton.tiles import ones_kernel
@@ -145,39 +145,52 @@ def finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
-    """A consumer warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
+def _chains(WHICH: gl.constexpr, pipe, output, output_rest, output_last):
+    """A consumer warpgroup of `product`: one chain over all of k for each tile. For `rest` and `last` see
+    `Pipe`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     acc = output.zeros()  # once: the first step of a tile overwrites what the one before has left
     rest = output_rest.zeros()
+    last = output_last.zeros()
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
-        acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
+        acc, rest, last, stage, phase = pipe.multiply_parts(
+            acc, rest, last, pipe.steps, stage, phase, WHICH
+        )  # fmt: skip
         finish(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
             finish(output_rest, rest, pipe, m, n, WHICH)
+        if pipe.LAST:
+            finish(output_last, last, pipe, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
 
 @kernel
 def product_kernel(
-    out, ld, M, N, steps, bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
+    out, ld, M, N, steps, bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc, b_last_desc,
+    out_last_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr,
-    LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr,
+    LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr, LAYOUT_LAST: gl.constexpr,
     SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a b + bias. If SWAPPED, M is the N of the weight."""
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, SPANS=0, A_BY_K=A_BY_K, B_BY_K=B_BY_K, CONSUMERS=CONSUMERS,
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
-        BY_COLUMNS=SWAPPED, OVERLAP=True,
+        BY_COLUMNS=SWAPPED, OVERLAP=True, last_desc=b_last_desc, LAST=LAST,
     )  # fmt: skip
     output, output_rest = outputs(
         pipe, out, ld, M, N, bias, out_desc, out_rest_desc, LAYOUT, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
     )
+    output_last = output
+    if LAST:
+        output_last = Output.create(
+            pipe, out, ld, M, N, bias, out_last_desc, OFFSET=COLUMNS - LAST, COLUMNS=LAST,
+            LAYOUT=LAYOUT_LAST, SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
+        )  # fmt: skip
     # With launch_pdl a kernel may start when all programs of the one before it have loaded what they need. So
     # nothing is read or written before that one is complete: not an input that it writes, and not the output,
     # whose memory it may still be reading. Every program waits, so a kernel that is complete was preceded by
@@ -185,18 +198,22 @@ def product_kernel(
     gdc_wait()
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (load_tiles, (pipe,))], [1], [PRODUCER_REGISTERS]
-        )
+            [(_chains, (0, pipe, output, output_rest, output_last)), (load_tiles, (pipe,))],
+            [1], [PRODUCER_REGISTERS],
+        )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
+            [(_chains, (0, pipe, output, output_rest, output_last)),
+             (_chains, (1, pipe, output, output_rest, output_last)),
              (load_tiles, (pipe,))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
-             (_chains, (2, pipe, output, output_rest)), (load_tiles, (pipe,))],
+            [(_chains, (0, pipe, output, output_rest, output_last)),
+             (_chains, (1, pipe, output, output_rest, output_last)),
+             (_chains, (2, pipe, output, output_rest, output_last)),
+             (load_tiles, (pipe,))],
             [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
@@ -241,6 +258,11 @@ def product(
     return out
 
 
+def _output_descriptor(out: Tensor, tile: Tile, columns: int) -> TensorDescriptor:
+    """For `columns` of the tile."""
+    return descriptor(matrix(out), *((columns, 64) if tile.swapped else (64, columns)))
+
+
 def operands(
     out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, tile: Tile, staged: bool,
     described: Callable[[Matrix, int, int], tuple[TensorDescriptor, bool]],
@@ -248,18 +270,14 @@ def operands(
     """What kernels of products take from the bias on, and by name: descriptors, the tile and its layouts.
     `described(operand, side, step)` is the descriptor of an operand, and whether k is contiguous in it."""
     a_desc, a_by_k = described(a, 64, tile.step)
-
-    def output_descriptor(columns: int) -> TensorDescriptor:
-        if not staged:
-            return unused(a_desc)
-        return descriptor(matrix(out), *((columns, 64) if tile.swapped else (64, columns)))
-
-    wide = tile.columns - tile.rest
+    wide = tile.parts[0]
     b_desc, b_by_k = described(b.transposed(), wide, tile.step)
-    out_desc, b_rest_desc, out_rest_desc = output_descriptor(wide), None, None
+    out_desc, b_rest_desc, out_rest_desc = unused(a_desc), None, None
+    if staged:
+        out_desc = _output_descriptor(out, tile, wide)
     if tile.rest:
         b_rest_desc, _ = described(b.transposed(), tile.rest, tile.step)
-        out_rest_desc = output_descriptor(tile.rest)
+        out_rest_desc = _output_descriptor(out, tile, tile.rest) if staged else unused(a_desc)
     at_launch, registers = tile.registers
     given = (unused(out) if bias is None else bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc)
     constants = {
@@ -292,10 +310,15 @@ def _multiply(
     M, N, K = a.rows, b.columns, a.columns
     staged = out.shape[-1] * out.element_size() % 16 == 0
     given, constants = operands(out, a, b, bias, tile, staged, operand_descriptor)
+    b_last_desc = out_last_desc = None
+    if tile.last:
+        b_last_desc, _ = operand_descriptor(b.transposed(), tile.last, tile.step)
+        out_last_desc = _output_descriptor(out, tile, tile.last) if staged else given[3]
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, tile.per_sm * sm_count(out.device)),),
-        out, out.shape[-1], M, N, -(-K // tile.step), *given, **constants,
+        out, out.shape[-1], M, N, -(-K // tile.step), *given, b_last_desc, out_last_desc,
+        LAST=tile.last, LAYOUT_LAST=accumulator_layout(tile.last or tile.parts[0]), **constants,
     )  # fmt: skip
 
 

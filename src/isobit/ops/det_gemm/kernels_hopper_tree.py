@@ -92,7 +92,7 @@ def _half_step(pipe, one, one_rest, other, other_rest, begun, stage, phase, WHIC
     """Issue the next step of `one`. What was issued before is complete on return, and keeps its stage."""
     one = pipe.issue(one, begun, stage, phase, WHICH)
     if pipe.REST:
-        one_rest = pipe.issue(one_rest, begun, stage, phase, WHICH, True)
+        one_rest = pipe.issue(one_rest, begun, stage, phase, WHICH, 1)
         one, one_rest, other, other_rest = warpgroup_mma_wait(2, deps=(one, one_rest, other, other_rest))
     else:
         one, other = warpgroup_mma_wait(1, deps=(one, other))
@@ -151,7 +151,7 @@ def _subtree(
 ):  # fmt: skip
     """The sum of LEAVES leaves, in `acc` and `rest`; `two` and `two_rest` are for what waits."""
     if LEAVES == 1:
-        acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
+        acc, rest, _, stage, phase = pipe.multiply_parts(acc, rest, rest, pipe.steps, stage, phase, WHICH)
     else:
         for pair in range(LEAVES // 2):
             acc, rest, stage, phase = _pair(pipe, output, output_rest, acc, rest, stage, phase, WHICH)
