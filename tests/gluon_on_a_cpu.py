@@ -163,7 +163,11 @@ class Shared:
         return SimpleNamespace(load=lambda layout: self.value[here].copy(), store=store)
 
     def permute(self, order: Any) -> Any:
-        return SimpleNamespace(read=lambda: self.value.T, store=lambda x: self.store(np.transpose(x)))
+        return SimpleNamespace(
+            read=lambda: self.value.T,
+            load=lambda layout: array(self.value.T).copy(),
+            store=lambda x: self.store(np.transpose(x)),
+        )
 
     def read(self) -> Any:
         return self.value

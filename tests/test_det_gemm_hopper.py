@@ -102,6 +102,8 @@ TILES = {
     "128 x 32 swapped in halves": fitted(2, 32, True, 4, halved=True),
     "64 x 112": fitted(1, 112, False, 4),
     "128 x 56 swapped": fitted(2, 56, True, 4),
+    "128 x 56 swapped, loaded": fitted(2, 56, True, 4, loaded=True),
+    "128 x 160, loaded": fitted(2, 160, False, 4, loaded=True),
     "64 x 16 swapped, two on an SM": fitted(1, 16, True, 4, per_sm=2),
 }
 

@@ -191,7 +191,7 @@ def run(
 
     work: list[tuple[Any, ...]]
     if rest:
-        work = [(kernels_hopper._chains, w, pipe, *outputs) for w in range(consumers)]
+        work = [(kernels_hopper._chains, w, pipe, *outputs, False) for w in range(consumers)]
         work += [(hopper_pipe.load_tiles, pipe)]
     else:
         rest_of_it = (None, None, None, False, False)

@@ -74,7 +74,12 @@ class Problem:
 
 
 def _name(tile: Tile) -> str:
-    kinds = {"swapped": tile.swapped, "in halves": tile.halved, "two on an SM": tile.per_sm == 2}
+    kinds = {
+        "swapped": tile.swapped,
+        "in halves": tile.halved,
+        "loaded": tile.loaded,
+        "two on an SM": tile.per_sm == 2,
+    }
     return " ".join([f"{tile.rows}x{tile.columns}", *(kind for kind, holds in kinds.items() if holds)])
 
 
@@ -91,6 +96,8 @@ def _every_tile() -> Iterator[Tile]:
                 made = [tile]
                 if columns in (128, 256):
                     made.append(fitted(consumers, columns, swapped, ITEMSIZE, halved=True))
+                if consumers > 1 and tile.rest:
+                    made.append(fitted(consumers, columns, swapped, ITEMSIZE, loaded=True))
                 if consumers < 3 and columns <= 96:
                     made.append(fitted(consumers, columns, swapped, ITEMSIZE, per_sm=2))
                 for each in made:

@@ -408,6 +408,43 @@ class Pipe:
         return acc, rest, last, stage, phase
 
     @gluon.jit
+    def multiply_loaded(
+        self, acc, rest, last, steps, stage, phase, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+        LAYOUT_REST: gl.constexpr, LAYOUT_LAST: gl.constexpr,
+    ):  # fmt: skip
+        """As `multiply_parts`, but a consumer loads its rows of a into registers once a step, for all its
+        accumulators. Otherwise each `wgmma` reads them from shared memory again, which takes as long as 40
+        columns. Registers that products read must stay as they are until these are complete, and ptxas
+        serialises products that are still under way when a loop begins again. So they are waited for in
+        every step, while those of other consumers run. The layouts are those of the accumulators."""
+        for step in range(steps):
+            mbarrier.wait(self.ready.index(stage), phase)
+            a = self.a_ring.index(stage * self.CONSUMERS + WHICH)
+            if not self.A_BY_K:
+                a = a.permute((1, 0))
+            rows = a.load(gl.DotOperandLayout(0, LAYOUT, 2))
+            begun = step > 0
+            acc = warpgroup_mma(rows, self._b(self.b_ring, stage), acc, use_acc=begun, is_async=True)
+            of_rest = gl.convert_layout(rows, gl.DotOperandLayout(0, LAYOUT_REST, 2))
+            rest = warpgroup_mma(of_rest, self._b(self.rest_ring, stage), rest, use_acc=begun, is_async=True)
+            if self.LAST:
+                of_last = gl.convert_layout(rows, gl.DotOperandLayout(0, LAYOUT_LAST, 2))
+                last = warpgroup_mma(
+                    of_last, self._b(self.last_ring, stage), last, use_acc=begun, is_async=True
+                )  # fmt: skip
+            acc, rest, last, rows = warpgroup_mma_wait(0, deps=(acc, rest, last, rows))
+            mbarrier.arrive(self.empty.index(stage))
+            stage, phase = after(stage, phase, self.STAGES)
+        return acc, rest, last, stage, phase
+
+    @gluon.jit
+    def _b(self, ring, stage):
+        b = ring.index(stage)
+        if self.B_BY_K:
+            b = b.permute((1, 0))
+        return b
+
+    @gluon.jit
     def row(self, part):
         """The first of the 64 rows of a part."""
         row = part * ROWS

@@ -72,6 +72,7 @@ class Tile:
     group: int = 16
     accumulators: int = 1  # per consumer: segmented sums need one for the segment and one for the total
     halved: bool = False  # two equal accumulators, stored one after the other through one buffer
+    loaded: bool = False  # rows of a are loaded into registers once, for all accumulators
     per_sm: int = 1  # programs on an SM at the same time: two have half of its memory and registers each
 
     @cached_property
@@ -110,7 +111,7 @@ class Tile:
 
 def fitted(
     consumers: int, columns: int, swapped: bool, itemsize: int, *, step: int = 0, group: int = 0,
-    accumulators: int = 1, halved: bool = False, per_sm: int = 1,
+    accumulators: int = 1, halved: bool = False, loaded: bool = False, per_sm: int = 1,
 ) -> Tile:  # fmt: skip
     """A tile with as many stages as fit next to its staged output of `itemsize` bytes per element."""
     rows = 64 * consumers
@@ -120,7 +121,7 @@ def fitted(
         step = 128 if rows + columns <= 160 and left >= _LEAST_STAGES * (rows + columns) * 256 else 64
     stages = min(12, left // ((rows + columns) * step * 2))
     group = group or _group(*((columns, rows) if swapped else (rows, columns)))
-    return Tile(consumers, columns, step, stages, swapped, group, accumulators, halved, per_sm)
+    return Tile(consumers, columns, step, stages, swapped, group, accumulators, halved, loaded, per_sm)
 
 
 def _group(height: int, width: int) -> int:
@@ -137,7 +138,9 @@ def _columns(tiles: tuple[Tile, ...]) -> tuple[np.ndarray, ...]:
     def each(number: Callable[[Tile], float]) -> np.ndarray:
         return np.array([number(tile) for tile in tiles])
 
-    tensor = each(lambda t: t.rows * sum(max(n, LEAST_COLUMNS) for n in t.parts) / 32)
+    tensor = each(
+        lambda t: t.rows * sum(max(n, 0 if t.loaded else LEAST_COLUMNS) for n in t.parts) / 32
+    )  # fmt: skip
     return (
         each(lambda t: t.rows), each(lambda t: t.columns), each(lambda t: t.swapped), each(lambda t: t.group),
         tensor**2, each(lambda t: t.per_sm), each(lambda t: t.stages * t.step / 64),

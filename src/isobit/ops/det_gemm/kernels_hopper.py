@@ -145,7 +145,7 @@ def finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _chains(WHICH: gl.constexpr, pipe, output, output_rest, output_last):
+def _chains(WHICH: gl.constexpr, pipe, output, output_rest, output_last, LOADED: gl.constexpr):
     """A consumer warpgroup of `product`: one chain over all of k for each tile. For `rest` and `last` see
     `Pipe`."""
     stage = gl.to_tensor(0)
@@ -155,9 +155,15 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest, output_last):
     last = output_last.zeros()
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
-        acc, rest, last, stage, phase = pipe.multiply_parts(
-            acc, rest, last, pipe.steps, stage, phase, WHICH
-        )  # fmt: skip
+        if LOADED:
+            acc, rest, last, stage, phase = pipe.multiply_loaded(
+                acc, rest, last, pipe.steps, stage, phase, WHICH, output.LAYOUT, output_rest.LAYOUT,
+                output_last.LAYOUT,
+            )  # fmt: skip
+        else:
+            acc, rest, last, stage, phase = pipe.multiply_parts(
+                acc, rest, last, pipe.steps, stage, phase, WHICH
+            )  # fmt: skip
         finish(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
             finish(output_rest, rest, pipe, m, n, WHICH)
@@ -173,7 +179,7 @@ def product_kernel(
     out_last_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr, LAST: gl.constexpr,
-    LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr, LAYOUT_LAST: gl.constexpr,
+    LOADED: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr, LAYOUT_LAST: gl.constexpr,
     SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a b + bias. If SWAPPED, M is the N of the weight."""
@@ -198,21 +204,21 @@ def product_kernel(
     gdc_wait()
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest, output_last)), (load_tiles, (pipe,))],
+            [(_chains, (0, pipe, output, output_rest, output_last, LOADED)), (load_tiles, (pipe,))],
             [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest, output_last)),
-             (_chains, (1, pipe, output, output_rest, output_last)),
+            [(_chains, (0, pipe, output, output_rest, output_last, LOADED)),
+             (_chains, (1, pipe, output, output_rest, output_last, LOADED)),
              (load_tiles, (pipe,))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest, output_last)),
-             (_chains, (1, pipe, output, output_rest, output_last)),
-             (_chains, (2, pipe, output, output_rest, output_last)),
+            [(_chains, (0, pipe, output, output_rest, output_last, LOADED)),
+             (_chains, (1, pipe, output, output_rest, output_last, LOADED)),
+             (_chains, (2, pipe, output, output_rest, output_last, LOADED)),
              (load_tiles, (pipe,))],
             [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -318,7 +324,8 @@ def _multiply(
     launch(
         product_kernel, (min(tiles, tile.per_sm * sm_count(out.device)),),
         out, out.shape[-1], M, N, -(-K // tile.step), *given, b_last_desc, out_last_desc,
-        LAST=tile.last, LAYOUT_LAST=accumulator_layout(tile.last or tile.parts[0]), **constants,
+        LAST=tile.last, LOADED=tile.loaded, LAYOUT_LAST=accumulator_layout(tile.last or tile.parts[0]),
+        **constants,
     )  # fmt: skip
 
 
