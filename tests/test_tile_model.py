@@ -221,6 +221,13 @@ def test_what_is_timed_has_the_rule_s_choice_and_tiles_that_it_lacks() -> None:
     assert cells == {(kind, M, K, N) for kind, K, N in measure.LAYERS for M in measure.ROWS[kind]}
 
 
+def test_others_can_be_chosen_by_name() -> None:
+    some = measure.with_others(CHAIN16, "two on an SM")
+    assert some.chosen == CHAIN16.chosen and 5 < len(some.others) < len(CHAIN16.others)
+    assert {tile.per_sm for tile in some.others.values()} == {2}
+    assert measure.with_others(CHAIN16, "") == CHAIN16
+
+
 def test_a_tile_is_called_as_the_rule_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = Recorder(), Recorder()
     monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: 132)

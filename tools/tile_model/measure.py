@@ -2,6 +2,7 @@
 
     python -m tile_model.measure chain16 times.json                until all cells are timed
     python -m tile_model.measure chain16 times.json --minutes 9    or until then
+    python -m tile_model.measure chain16 times.json --others 128x   only others with this in their name
 
 A cell is a product of M rows with a layer: forward, or dx. In each, the candidates are timed that today's
 model expects to be near the fastest, `MOST` of them, others of the problem included. Calls are in a CUDA
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,11 @@ ABOUT = (
     "among the fastest, and torch.mm. Calls in a CUDA graph, over copies of the weight, so that no weight is "
     f"in L2; {ROUNDS} rounds in turn, medians. `fastest`: of all that were timed, up to {MOST} in a cell."
 )
+
+
+def with_others(problem: Problem, named: str) -> Problem:
+    """With those of the others whose names contain a text."""
+    return replace(problem, others={name: each for name, each in problem.others.items() if named in name})
 
 
 def near(problem: Problem, kind: str, M: int, N: int, K: int, sms: int) -> list[str]:
@@ -133,9 +140,9 @@ def cells(
         yield {"kind": kind, "M": M, "K": K, "N": N, MM: baseline, "fastest": min(us.values()), "us": us}
 
 
-def first_calls(name: str, part: int, parts: int) -> list[str]:
+def first_calls(name: str, others: str, part: int, parts: int) -> list[str]:
     """Compile and call some of the candidates, in a process of its own, and return those that fail."""
-    problem, failed = PROBLEMS[name](), []
+    problem, failed = with_others(PROBLEMS[name](), others), []
     x, w, out = (torch.zeros(512, 512, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     for each, candidate in list(problem.every().items())[part::parts]:
         try:
@@ -149,11 +156,11 @@ def first_calls(name: str, part: int, parts: int) -> list[str]:
     return failed
 
 
-def compiled(name: str) -> list[str]:
+def compiled(name: str, others: str) -> list[str]:
     """Compile all candidates in several processes. Returns those that fail, which are not timed."""
     parts = os.cpu_count() or 1
     with multiprocessing.get_context("spawn").Pool(parts) as pool:
-        failed = pool.starmap(first_calls, [(name, part, parts) for part in range(parts)])
+        failed = pool.starmap(first_calls, [(name, others, part, parts) for part in range(parts)])
     return [each for some in failed for each in some]
 
 
@@ -162,10 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("problem", choices=PROBLEMS, help="the class whose rule chooses")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time; default 60")
+    parser.add_argument("--others", default="", help="time only others with this in their name; default all")
     options = parser.parse_args(argv)
     until = time.monotonic() + 60 * options.minutes
-    problem, device = PROBLEMS[options.problem](), torch.device("cuda")
-    left_out = compiled(options.problem)
+    problem, device = with_others(PROBLEMS[options.problem](), options.others), torch.device("cuda")
+    left_out = compiled(options.problem, options.others)
     origin = {key: value for key, value in stamp(device).items() if key not in ("driver", "python")}
     report = {"about": ABOUT, "class": options.problem, "sms": sm_count(device), **origin, "cells": []}
     for layer in LAYERS:
