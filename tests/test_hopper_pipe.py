@@ -166,7 +166,8 @@ def run(
     outputs = [
         methods(
             hopper_product.Output, scope, "store", "zeros", desc=SimpleNamespace(dtype=None), LAYOUT=None,
-            staging=ring(consumers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
+            staging=ring(consumers, Buffer), HAS_EXTRA=False, STAGED=True, HALVED=False, OFFSET=offset,
+            COLUMNS=None,
             SWAPPED=swapped,
         )
         for offset in (0, 128 - rest)

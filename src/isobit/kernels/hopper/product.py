@@ -76,7 +76,8 @@ class Output:
     OFFSET on: those of one accumulator.
 
     `extra` is the bias, one per column (one per row if SWAPPED), or the initial value of sums over tokens.
-    STAGED tiles are stored through shared memory and TMA.
+    STAGED tiles are stored through shared memory and TMA; HALVED: in two halves of their columns, one after
+    the other through one buffer.
     """
 
     out: gl.tensor
@@ -92,12 +93,13 @@ class Output:
     SWAPPED: gl.constexpr
     HAS_EXTRA: gl.constexpr
     STAGED: gl.constexpr
+    HALVED: gl.constexpr
 
     @gluon.jit
     def create(
         pipe, out, ld, M, N, extra, desc, OFFSET: gl.constexpr, COLUMNS: gl.constexpr,
         LAYOUT: gl.constexpr, SWAPPED: gl.constexpr, HAS_EXTRA: gl.constexpr, STAGED: gl.constexpr,
-        staging=None,
+        staging=None, HALVED: gl.constexpr = False,
     ):  # fmt: skip
         if staging is None:
             staging = pipe.a_ring  # unused unless STAGED
@@ -105,7 +107,7 @@ class Output:
                 shape: gl.constexpr = [pipe.CONSUMERS] + desc.block_type.shape
                 staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         return Output(
-            out, ld, M, N, extra, desc, staging, OFFSET, COLUMNS, LAYOUT, SWAPPED, HAS_EXTRA, STAGED
+            out, ld, M, N, extra, desc, staging, OFFSET, COLUMNS, LAYOUT, SWAPPED, HAS_EXTRA, STAGED, HALVED
         )
 
     @gluon.jit
@@ -134,7 +136,14 @@ class Output:
     @gluon.jit
     def store(self, pipe, acc, m, n, WHICH: gl.constexpr):
         """Round once and store."""
-        if self.STAGED:
+        if self.HALVED:
+            HALF: gl.constexpr = self.COLUMNS // 2
+            row = pipe.row(m * pipe.CONSUMERS + WHICH)
+            column = pipe.column(n) + self.OFFSET
+            first, second = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
+            put_tile(first, self.desc, self.staging, row, column, WHICH)
+            put_tile(second, self.desc, self.staging, row, column + HALF, WHICH)
+        elif self.STAGED:
             row = pipe.row(m * pipe.CONSUMERS + WHICH)
             column = pipe.column(n) + self.OFFSET
             others: gl.constexpr = 1 if pipe.REST and 2 * pipe.REST != pipe.COLUMNS else 0
@@ -323,6 +332,7 @@ def sum_kernel(
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
     HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr, COUNTED_ROWS: gl.constexpr,
     STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr,
+    HALVED: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = init + a b in segments of k.
 
@@ -351,7 +361,7 @@ def sum_kernel(
     )  # fmt: skip
     output = Output.create(
         pipe, out, ld, M, N, init, out_desc, OFFSET=0, COLUMNS=COLUMNS, LAYOUT=LAYOUT, SWAPPED=False,
-        HAS_EXTRA=HAS_INIT and not STAGED_INIT, STAGED=STAGED,
+        HAS_EXTRA=HAS_INIT and not STAGED_INIT, STAGED=STAGED, HALVED=HALVED,
     )  # fmt: skip
     start = Start.create(pipe, output, init_desc, STAGED_INIT)
     if CONSUMERS == 1:
@@ -360,12 +370,20 @@ def sum_kernel(
              (_load_sums, (pipe, start))],
             [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
-    else:
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_load_sums, (pipe, start))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
+             (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
+             (_segments, (2, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
+             (_load_sums, (pipe, start))],
+            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -438,7 +456,9 @@ def sum_into(
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     b_desc, b_by_k = operand_descriptor(b.transposed(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
-    out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else unused(a_desc)
+    halved = tile.halved and staged
+    box = tile.columns // 2 if halved else tile.columns
+    out_desc = init_desc = descriptor(matrix(out), 64, box) if staged else unused(a_desc)
     staged_init = False
     if init is not None and staged and stream is None and (counted is None or init is out):
         # It is loaded through the buffers of the output, and added to the first segment. There is a first
@@ -475,6 +495,7 @@ def sum_into(
         STAGED_INIT=staged_init,
         SCALED=factor is not None,
         REGISTERS=registers,
+        HALVED=halved,
         num_warps=4,
         maxnreg=at_launch,
         enable_fp_fusion=False,
