@@ -17,7 +17,8 @@ from torch import Tensor
 from gluon_on_a_cpu import Device, in_order
 from isobit.kernels.hopper import descriptors, pipeline, product
 from isobit.kernels.hopper.tiles import Tile, fitted
-from isobit.ops.det_gemm import kernels_hopper
+from isobit.ops.det_gemm import kernels_hopper, kernels_hopper_tree
+from isobit.ops.det_gemm.plans_hopper_tree import planned
 
 BF16 = torch.bfloat16
 ARITHMETIC = SimpleNamespace(product=lambda a, b, acc, _: acc + a @ b)
@@ -112,6 +113,28 @@ def test_every_element_is_computed_whatever_the_size(
     """Sizes that are no multiple of a tile, and smaller than one."""
     for M, N in ((163, 204), (17, 36), (1, 260)):
         multiplied(TILES[name], M, N, 70, *layout, monkeypatch, bias=M == 163)
+
+
+@pytest.mark.parametrize("per_sm", [1, 2])
+def test_an_sm_has_as_many_programs_as_its_tile_leaves_room_for(
+    per_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two kernels, as long as there are tiles."""
+    tile, plan = fitted(1, 16, True, 2, per_sm=per_sm), planned(1, 16, True, 2, 1, True, per_sm=per_sm)
+    assert plan is not None and plan.tile.per_sm == per_sm
+    grids: list[int] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        grids.append(grid[0])
+
+    for module in (kernels_hopper, kernels_hopper_tree):
+        monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    for N in (128, 64 * 1000):
+        x, w, out = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((8, 512), (N, 512), (8, N)))
+        a, b = descriptors.matrix(x), descriptors.matrix(w.t())
+        kernels_hopper._multiply(out, b.transposed(), a.transposed(), None, tile, launch)
+        kernels_hopper_tree._multiply(out, a, b, None, plan, launch)
+    assert grids == [2, 2, 132 * per_sm, 132 * per_sm]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -171,6 +171,8 @@ def run(
         )
         for offset in (0, 128 - rest)
     ]  # fmt: skip
+    if rest == 64:  # equal halves leave through one buffer
+        outputs[1].staging = outputs[0].staging
     begin = methods(
         hopper_product.Start, scope, "release_buffer", "load", "wait_for",
         desc=start, staging=outputs[0].staging,
@@ -241,6 +243,7 @@ def test_sums_without_terms_are_stored_too(consumers: int) -> None:
 @pytest.mark.parametrize("steps", [1, 5, 6, 9])
 def test_a_product_has_its_columns_in_two_accumulators(steps: int, consumers: int, swapped: bool) -> None:
     every_tile(steps, consumers, 32, swapped)
+    every_tile(steps, consumers, 64, swapped)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -266,7 +269,8 @@ def test_loading_into_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyP
 
 
 def test_refilling_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two accumulators one store may be under way, and not both."""
+    """Of two accumulators one store may be under way, and not both; of equal halves, which have one buffer,
+    none."""
 
     def put_tile(tile, desc, staging, row, column, WHICH, SWAPPED, OTHERS):  # type: ignore[no-untyped-def]
         tma.store_wait(OTHERS + 1)  # type: ignore[name-defined]  # noqa: F821
@@ -274,5 +278,6 @@ def test_refilling_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatc
         tma_store(desc, [row, column], staging.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
 
     monkeypatch.setattr(hopper_pipe, "put_tile", SimpleNamespace(fn=put_tile))
-    with pytest.raises(AssertionError):
-        every_tile(8, 1, 32)
+    for rest in (32, 64):
+        with pytest.raises(AssertionError):
+            every_tile(8, 1, rest)
