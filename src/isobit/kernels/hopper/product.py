@@ -38,7 +38,7 @@ _SUMS = tuple(
     for consumers, columns in ((2, 128), (1, 128), (1, 64))
 )
 #: Their times beyond the start, as multiples of what the model of products expects. On an H200 64 x 64 took
-#: 1.1 to 1.4 times that, for eight outputs from 512 x 2560 to 896 x 9728.
+#: 1.1 to 1.4 times that, for eight small outputs (tests/golden/sums_h200.json).
 _LONGER = (1.0, 1.0, 1.15)
 
 

@@ -39,8 +39,8 @@ from isobit.kernels.triton.tiles import ones_kernel
 
 # Tiles
 
-#: Columns of tiles by consumer warpgroups. 117 were timed in 380 cells on an H200. The model's choices among
-#: 52 of them were no faster than among these 34.
+#: Columns of tiles by consumer warpgroups. 117 were timed in 380 cells on an H200. Among these 34 the model's
+#: choices take 1.2 % longer than the fastest, among 52 of them 1.4 %, among all 2.1 %.
 _DIRECT = {1: (96, 128, 160, 192), 2: (128, 160), 3: (128,)}
 _SWAPPED = {
     1: (8, 16, 32, 64, 72, 80, 96, 128, 136, 144, 160, 192),

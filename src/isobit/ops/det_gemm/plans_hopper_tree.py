@@ -95,9 +95,10 @@ def fitting(tile: Tile, leaf: int) -> Tile:
     return tile
 
 
-# Fitted on an H200 to 83 products with weights from memory, 1 to 4096 rows, at four real layers forward: the
-# root mean square of the errors is 8.6 % over plans within 40 % of the fastest. What the model chooses takes
-# 3.2 % longer than the fastest plan that was timed in geometric mean, 13 % at the 95th percentile.
+# Fitted on an H200 to 83 products with weights from memory, 1 to 4096 rows, at four real layers forward
+# (tests/golden/plans_h200.json has the cells): the root mean square of the errors is 8.6 % over plans within
+# 40 % of the fastest. What the model chooses takes 3.2 % longer than the fastest plan that was timed in
+# geometric mean, 13 % at the 95th percentile.
 #: To launch the kernel that adds the parts, and what the parts write and read, mostly in L2.
 FOLD_US = 1.071
 FOLD_BYTES_PER_US = 2.641e6
